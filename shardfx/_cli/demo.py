@@ -204,12 +204,12 @@ def _project(
     sharded.
     """
     weight = _constrain(weight, (summed_name, out_name), plan)
-    names = ("batch", "sequence", out_name)
+    result_names = ("batch", "sequence", out_name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
-        return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
+        return _constrain(_einsum("bsd,de->bse", x, weight), result_names, plan)
     # Under Explicit axes, a contraction over a sharded dimension needs the sharding of
     # its result.
-    spec = plan.sharding(names, (*x.shape[:-1], weight.shape[-1])).spec
+    spec = plan.sharding(result_names, (*x.shape[:-1], weight.shape[-1])).spec
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, spec)
     return _einsum("bsd,de->bse", x, weight, out_sharding=sharding)
 

@@ -95,10 +95,10 @@ def common(box: Box, other: Box) -> Box | None:
     intersection: list[tuple[int, int]] = []
     for (start, stop), (low, high) in zip(box, other, strict=True):
         first = max(start, low)
-        last = min(stop, high)
-        if first >= last:
+        end = min(stop, high)
+        if first >= end:
             return None
-        intersection.append((first, last))
+        intersection.append((first, end))
     return tuple(intersection)
 
 

@@ -77,9 +77,9 @@ def decision_for(
                 f"{names_or_spec} has {count} entries, but shape {shape} has {rank}."
                 f" {fix}"
             )
-        named = ()
+        names_by_dim = ()
     else:
-        named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
+        names_by_dim, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     # Such as Manual axes, of which a `shard_map` around the call disposes.
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
     entries: list[Any] = []
@@ -95,12 +95,12 @@ def decision_for(
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
         # Every set of mesh axes divides these sizes.
         shape = tuple(mesh.size * unit for unit in units)
-        named = ()
+        names_by_dim = ()
     elif units is not None:
-        units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
+        units = units_at(names_by_dim, shape, units, lambda name: _sizes_of(name, plan))
     decision = correct(spec, shape, mesh, units=padded_units(units, len(shape)))
-    if units is not None and named:
-        _refuse_ambiguous_unit(named, shape, units, decision.reasons, plan)
+    if units is not None and names_by_dim:
+        _refuse_ambiguous_unit(names_by_dim, shape, units, decision.reasons, plan)
     # `plan` has checked the rules, which may name axes of other meshes. A spec is
     # written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
@@ -236,25 +236,26 @@ def check_absent(
 def _resolved(
     names: Any,
     shape: tuple[int, ...] | None,
-    plan: Content,
+    content: Content,
     unmatched: Policy,
 ) -> tuple[tuple[Any, ...], Decision, Units | None]:
     """Returns an array's logical names with one entry per dimension, the spec that they
-    resolve to, and their units. `shape` is `None` if it is not known.
-    `unmatched="raise"` makes a name without a rule an `UnmatchedError`.
+    resolve to, and the unit of each dimension that no shard may split, `None` if all
+    are 1. `shape` is `None` if it is not known. `unmatched="raise"` makes a name
+    without a rule an `UnmatchedError`.
     """
     if isinstance(names, Sharding):
         raise SpecError(
             "a plan has its own mesh; pass `sharding.spec`, or use `reshard(x,"
             f" sharding)`, for {names}."
         )
-    if isinstance(names, str) and plan.axes is None:
+    if isinstance(names, str) and content.axes is None:
         raise RuleError(
             f"{names!r} is one text, and an array has one entry per dimension: write"
             f" `P({names!r})` for a mesh axis; the sharding of a planned leaf"
             f" is `plan[path].spec`, or in the tree `plan.shardings`."
         )
-    if plan.axes is None:
+    if content.axes is None:
         raise RuleError(
             f"the plan has no `axes` to resolve the names {names} with; plan with"
             " `axes=AxisRules([...])`, or pass a PartitionSpec."
@@ -272,10 +273,10 @@ def _resolved(
                 f"which dimensions `...` stands for in {names} depends on the rank;"
                 " pass `shape=`."
             )
-    decision = resolve(names, plan.axes, mode=plan.mode)
+    decision = resolve(names, content.axes, mode=content.mode)
     if unmatched == "raise":
-        check_known(names, plan.axes)
-    return tuple(names), decision, units_of(names, plan.axes)
+        check_known(names, content.axes)
+    return tuple(names), decision, units_of(names, content.axes)
 
 
 _BY_HAND = "replaced by hand"

@@ -403,11 +403,14 @@ def _rule_text(attempt: Attempt) -> str:
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")
 _RIGHT_ALIGNED = {"dim"}
 _WIDTH = 84
+# The rule of a leaf, such as `paths[3] w`: its number.
 _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
 def _head(explanation: Explanation) -> list[str]:
-    """The first lines: the array, what was asked for, what it gets, and the others."""
+    """The first lines: the array, what was asked for, what it gets, and how many other
+    arrays the regex of `explain` matches.
+    """
     leaf = explanation.leaf
     mesh = explanation.mesh
     array = array_text(leaf.dtype, leaf.shape)
@@ -422,21 +425,23 @@ def _head(explanation: Explanation) -> list[str]:
     )
     rule_number = _PATH_RULE.match(leaf.rule or "")
     if rule_number and int(rule_number[1]):
-        last = int(rule_number[1]) - 1
-        others = f"rules 0 to {last} do" if last else "rule 0 does"
-        request_line += f" (the first that matches: {others} not)"
+        last_earlier = int(rule_number[1]) - 1
+        earlier_rules = (
+            f"rules 0 to {last_earlier} do" if last_earlier else "rule 0 does"
+        )
+        request_line += f" (the first that matches: {earlier_rules} not)"
     for step in leaf.strategies:
         request_line += f", then {step.text}"
 
     spec = spec_text(entries_of(leaf.spec))
-    shard_line = f"gets: {spec}, {bytes_text(leaf.bytes_per_device)} on each device"
+    result_line = f"gets: {spec}, {bytes_text(leaf.bytes_per_device)} on each device"
     if leaf.memory_kind:
-        shard_line += f", in {leaf.memory_kind}"
+        result_line += f", in {leaf.memory_kind}"
     even_bytes = array_bytes(leaf.shape, leaf.dtype) / mesh.size
     if even_bytes >= 1:
         ratio = leaf.bytes_per_device / even_bytes
-        shard_line += f", {ratio:.4g} x an even split"
-    lines = [array_line, request_line, shard_line]
+        result_line += f", {ratio:.4g} x an even split"
+    lines = [array_line, request_line, result_line]
     if explanation.others:
         lines.append(_others_line(explanation))
     return [printable(line) for line in lines]

@@ -107,27 +107,27 @@ def _local_index(path: str, root: str | os.PathLike[str] | None) -> Index:
     its links may lead.
     """
     if os.path.isdir(path):
-        place = local_place(path, root)
+        set_place = local_place(path, root)
         try:
-            names_inside = place.names()
+            names_inside = set_place.names()
         except FileNotFoundError:
             # A writer has just moved the directory away.
             raise _error_for_nothing(path) from None
-        return _index_of_directory(place, path, names_inside)
+        return _index_of_directory(set_place, path, names_inside)
     if not os.path.isfile(path):
         raise _error_for_nothing(path)
     directory = os.path.dirname(os.path.abspath(path))
-    place = local_place(directory, root)
+    set_place = local_place(directory, root)
     name = os.path.basename(path)
     # The caller named this file, so its link may lead anywhere. Those of the files that
     # it names in turn may not.
     file_path = os.path.realpath(path)
     file_place = FilePlace(
-        directory=place.directory,
-        roots=(*place.roots, os.path.dirname(file_path)),
-        stamps=place.stamps,
+        directory=set_place.directory,
+        roots=(*set_place.roots, os.path.dirname(file_path)),
+        stamps=set_place.stamps,
     )
-    return _index_of_file(place, file_place, file_path, name)
+    return _index_of_file(set_place, file_place, file_path, name)
 
 
 def _index_of_file(

@@ -31,7 +31,7 @@ from ._table import by_path
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 120
 # Trees deeper than any model's would exhaust the stack of recursive functions.
-_MOST_PARTS = 100
+_DEEPEST = 100
 
 
 # What a checkpoint is written in.
@@ -223,10 +223,10 @@ def nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:
-        parts = path.split("/", _MOST_PARTS)
-        if len(parts) > _MOST_PARTS:
+        parts = path.split("/", _DEEPEST)
+        if len(parts) > _DEEPEST:
             raise CheckpointError(
-                f"array {quoted(path)} has more than {_MOST_PARTS} parts between"
+                f"array {quoted(path)} has more than {_DEEPEST} parts between"
                 " slashes; no tree is that deep. Load it by a plan of your own, with"
                 " `map=`."
             )

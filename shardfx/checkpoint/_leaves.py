@@ -308,13 +308,13 @@ class PartRows(NamedTuple):
 
     - `numbers`: the numbers of the arrays.
     - `nbytes`: the number of bytes of each.
-    - `memory`, `offsets`: the vector of bytes, and the position of each row in it.
+    - `memory`, `starts`: the vector of bytes, and the position of each row in it.
     """
 
     numbers: np.ndarray
     nbytes: int
     memory: np.ndarray
-    offsets: np.ndarray
+    starts: np.ndarray
 
 
 def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
@@ -351,7 +351,7 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
                 numbers=np.array(numbers)[rows.numbers],
                 nbytes=parts.first.elements * memory.itemsize,
                 memory=memory.view(np.uint8),
-                offsets=rows.offsets * memory.itemsize,
+                starts=rows.offsets * memory.itemsize,
             )
 
 

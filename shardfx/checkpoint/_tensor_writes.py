@@ -132,7 +132,7 @@ def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[ByteR
     large_rows: dict[int, np.ndarray] = {}
     for rows in part_rows:
         if rows.nbytes >= _SMALL_BYTES:
-            for number, start in zip(rows.numbers, rows.offsets, strict=True):
+            for number, start in zip(rows.numbers, rows.starts, strict=True):
                 large_rows[int(number)] = rows.memory[start : start + rows.nbytes]
 
     start = 0
@@ -180,8 +180,9 @@ def _kinds_of_writes(
 
 
 def _memory_with_rows(part_rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
-    """The bytes of the tensors from the first to the last, with the rows filled in; no
-    bytes if there is no row.
+    """Memory for the bytes from the first tensor to the last, with those tensors filled
+    in that are rows of `part_rows`: each row is one whole tensor. The other bytes are
+    uninitialised. Empty if there is no row.
     """
     if not part_rows:
         return np.empty(0, np.uint8)
@@ -192,7 +193,7 @@ def _memory_with_rows(part_rows: Sequence[PartRows], tensors: Tensors) -> np.nda
         copy_rows(
             nbytes=rows.nbytes,
             source=rows.memory,
-            starts=rows.offsets,
+            starts=rows.starts,
             target=memory,
             offsets=offsets[rows.numbers],
         )

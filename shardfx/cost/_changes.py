@@ -336,12 +336,19 @@ def with_batch(chip_step: StepOnChip, batch: int) -> StepOnChip | None:
         return None
 
 
-def _resized(arg: object, name: str, paths: Set[str], batch: int) -> object:
-    """The structs of one argument, those at `paths` with `batch` rows."""
+def _resized(
+    arg: object,
+    argument_name: str,
+    batch_paths: Set[str],
+    batch: int,
+) -> object:
+    """The structs of one argument, those at `batch_paths` with `batch` rows. The paths
+    begin with the argument's name, `argument_name`.
+    """
     flat = flatten(arg)
     leaves = []
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-        if "/".join(filter(None, (name, path))) in paths:
+        if "/".join(filter(None, (argument_name, path))) in batch_paths:
             shape = (batch, *leaf.shape[1:])
             leaf = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
         leaves.append(leaf)

@@ -368,24 +368,24 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     paths.
     """
     sums = GroupBytes()
-    largest: list[LargeArray] = []
+    on_device: list[LargeArray] = []
     sizes = dict(plan.mesh.shape)
     for leaf in plan.leaves:
         counts = shard_counts(leaf.spec, len(leaf.shape), sizes)
-        shard = []
+        shard_shape = []
         for size, count in zip(leaf.shape, counts, strict=True):
-            shard.append(-(-size // count))
-        nbytes = array_bytes(padded(tuple(shard), chip.tile), leaf.dtype)
+            shard_shape.append(-(-size // count))
+        nbytes = array_bytes(padded(tuple(shard_shape), chip.tile), leaf.dtype)
         group, _, _ = leaf.path.partition("/")
         on_host = leaf.memory_kind not in (None, "device")
         sums.add(group, nbytes, on_host=on_host)
         if not on_host:
-            largest.append(LargeArray(leaf.path, nbytes, group))
+            on_device.append(LargeArray(leaf.path, nbytes, group))
     return Fit(
         rows=largest_rows_first(sums.rows),
         chip=chip,
         basis="arguments",
-        largest=tuple(merged_arrays(largest)[:_LARGEST]),
+        largest=tuple(merged_arrays(on_device)[:_LARGEST]),
     )
 
 

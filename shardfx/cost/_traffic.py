@@ -195,7 +195,7 @@ def read(
     )
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """The traffic row of one instruction of a collective. A TPU's program can have
     several instructions for one collective.
 
@@ -225,22 +225,22 @@ class _ModuleReader:
     def origins(self) -> Origins:
         return Origins(self.module)
 
-    def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
+    def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Candidate]:
         """The rows of the module's collectives. A collective in several branches or
         loops has a row for each. `runs` has how often each computation runs, by its
         name, from `runs_of`.
         """
         # The name of the fusion that runs each computation.
-        fusions: dict[str, str] = {}
+        fusion_of_computation: dict[str, str] = {}
         for name in runs:
             for instruction in self.module.computations[name].values():
                 if instruction.opcode == "fusion":
                     for _, target in instruction.called:
-                        fusions[target] = instruction.name
+                        fusion_of_computation[target] = instruction.name
 
-        candidates: list[_Found] = []
+        candidates: list[_Candidate] = []
         for name, runs_of_computation in runs.items():
-            fusion = fusions.get(name)
+            fusion = fusion_of_computation.get(name)
             for instruction in self.module.computations[name].values():
                 for run in runs_of_computation:
                     try:
@@ -250,7 +250,7 @@ class _ModuleReader:
                         raise ProgramError(f"{error}: {text}") from None
                     if row is not None:
                         candidates.append(_found(row, run, instruction, fusion))
-        chosen: list[_Found] = []
+        chosen: list[_Candidate] = []
         for alike in together(candidates, lambda candidate: candidate.key).values():
             # If no fusion starts the collective, it belongs to the fusion that runs
             # least often: the other fusions are in loops that run at the same time.
@@ -371,7 +371,7 @@ def _found(
     runs: Runs,
     instruction: Instruction,
     fusion: str | None,
-) -> _Found:
+) -> _Candidate:
     """The row of an instruction, with what tells whether others are the same
     collective. `fusion` is the name of the fusion that contains it; `None` without one.
     """
@@ -383,10 +383,10 @@ def _found(
     if fusion is not None and channel is not None:
         key = (row.kind, channel)
     is_start = fusion is not None and fusion.startswith(_STARTS)
-    return _Found(row=row, runs=runs, key=key, is_start=is_start)
+    return _Candidate(row=row, runs=runs, key=key, is_start=is_start)
 
 
-def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:
+def _with_costliest_branches(collectives: list[_Candidate]) -> list[_Candidate]:
     """The rows, with zero bytes in each branch of a conditional that sends less than
     another branch of it. Only one branch runs, and the program does not say which.
     """
@@ -402,7 +402,7 @@ def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:
         costliest: dict[str, int] = {}
         for label, bytes_of_branches in sums.items():
             costliest[label] = max(bytes_of_branches, key=bytes_of_branches.__getitem__)
-        counted: list[_Found] = []
+        counted: list[_Candidate] = []
         for collective in collectives:
             for label, number in collective.runs.branch[depth : depth + 1]:
                 if number != costliest[label]:

@@ -57,7 +57,7 @@ _UNSHARDED_AXES = (
     *("laurel_rank", "routed_streams", "embed_out", "fp4_blocks", "fp4_bytes"),
 )
 # Axes over which a bias of one dimension is sharded like its matrix.
-_ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
+_AXES_OF_SHARDED_VECTORS = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
@@ -100,6 +100,8 @@ def rules_of(
     """Returns path rules for the rows of a family, with one rule for all rows that are
     sharded alike.
 
+    - `rows`: for each array's path its entry, which names the kind of weight and
+      the axes of each dimension, such as `query: embed (heads dim)`.
     - `sizes`: the sizes of inner axes, such as `dim` in the dimension `(heads dim)`. No
       shard may split an inner axis.
     - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over
@@ -142,13 +144,15 @@ def _target(
 
     `mesh_axes` has the mesh axes of each axis of a weight. `sizes` has the sizes of
     inner axes, such as `dim` in the dimension `(heads dim)`, of which `heads` is the
-    outer one.
+    outer one. `fsdp` is for latent axes, and for the strategy of small arrays.
     """
     outer_axes = [group[0] for group in weight.dims]
     # Latent axes are sharded over `fsdp` only if no dimension is `embed`.
     latent_axes = None if "embed" in outer_axes else fsdp
     mesh_axes = {**mesh_axes, **dict.fromkeys(_LATENT, latent_axes)}
-    is_small_vector = len(outer_axes) == 1 and outer_axes[0] not in _ALONE
+    is_small_vector = (
+        len(outer_axes) == 1 and outer_axes[0] not in _AXES_OF_SHARDED_VECTORS
+    )
     if is_small_vector or not set(outer_axes) <= mesh_axes.keys():
         # Norms, biases and small tables.
         if fsdp:

@@ -116,7 +116,7 @@ def device_order(
     orders: list[DeviceOrder] = []
     for group in groups:
         devices_of_slice = [devices[index] for index in group]
-        orders.append(_one_slice(devices_of_slice, sizes_in_slice))
+        orders.append(_order_within_slice(devices_of_slice, sizes_in_slice))
 
     # Each axis goes over slices first, then over the devices within a slice.
     by_slice = np.stack([order.devices for order in orders])
@@ -170,25 +170,25 @@ def _granules(
     axes span them.
     """
     slice_count = math.prod(dcn)
-    granules = slices(devices)
-    if slice_count == 1 and len(granules) == 1:
-        return _Granules(granules, dcn, reasons=())
+    groups = slices(devices)
+    if slice_count == 1 and len(groups) == 1:
+        return _Granules(groups, dcn, reasons=())
     if slice_count == 1:
-        spread = _spread(len(granules), sizes)
-        if spread is None:
+        spans = _spread(len(groups), sizes)
+        if spans is None:
             raise MeshError(
-                f"the devices are of {len(granules)} slices, and no axes of sizes {sizes}"
+                f"the devices are of {len(groups)} slices, and no axes of sizes {sizes}"
                 " can span them; "
-                f'say which do, as in `MeshSpec(..., dcn={{"data": {len(granules)}}})`.'
+                f'say which do, as in `MeshSpec(..., dcn={{"data": {len(groups)}}})`.'
             )
         reason = (
-            f"the devices are of {len(granules)} slices and `dcn` spans one: axes span"
-            f" {spread} of them"
+            f"the devices are of {len(groups)} slices and `dcn` spans one: axes span"
+            f" {spans} of them"
         )
-        return _Granules(granules, spread, reasons=(reason,))
-    if len(granules) == 1 and len(nodes := processes(devices)) > 1:
-        granules = nodes
-    if len(granules) == 1 and devices[0].platform == "cpu":
+        return _Granules(groups, spans, reasons=(reason,))
+    if len(groups) == 1 and len(nodes := processes(devices)) > 1:
+        groups = nodes
+    if len(groups) == 1 and devices[0].platform == "cpu":
         per_slice = len(devices) // slice_count
         blocks: list[tuple[int, ...]] = []
         for start in range(0, len(devices), per_slice):
@@ -198,12 +198,12 @@ def _granules(
             " the order given"
         )
         return _Granules(tuple(blocks), dcn, reasons=(reason,))
-    if len(granules) != slice_count:
+    if len(groups) != slice_count:
         raise MeshError(
             f"`dcn` spreads the mesh over {slice_count} slices, but the devices are of"
-            f" {len(granules)}; use `dcn` sizes whose product is {len(granules)}."
+            f" {len(groups)}; use `dcn` sizes whose product is {len(groups)}."
         )
-    return _Granules(granules, dcn, reasons=())
+    return _Granules(groups, dcn, reasons=())
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -222,7 +222,7 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(spans)
 
 
-def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
+def _order_within_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     """The order of the devices of one slice in a mesh of `sizes`."""
     if devices[0].platform != "tpu":
         array = mesh_utils.create_device_mesh(sizes, devices)

@@ -433,7 +433,7 @@ def test_content_shows_a_wrong_cast():
     (form,) = kind.forms
     through_half = (np.dtype("float16"), *form.value.casts)
     value = form.value._replace(casts=through_half)
-    forms = (form._replace(value=value, casts=2),)
+    forms = (form._replace(value=value, sender_casts=2),)
     replaced = dataclasses.replace(kind, forms=forms)
     kinds = (replaced,)
     wrong = dataclasses.replace(
@@ -453,8 +453,8 @@ def test_content_shows_leaves_that_are_exchanged():
     arrays = jax.device_put(tree, src.shardings)
     first, second = plan.leaves
     leaves = (
-        first._replace(names=second.names),
-        second._replace(names=first.names),
+        first._replace(source_paths=second.source_paths),
+        second._replace(source_paths=first.source_paths),
     )
     wrong = dataclasses.replace(
         plan,

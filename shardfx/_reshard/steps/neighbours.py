@@ -27,19 +27,19 @@ class Neighbours:
     """Lists the layouts that are one step away from a layout, forward or backward.
 
     They are over the sub-axes of `near`, the layout at one end of the move. `far` is
-    the layout at the other end. `max_counts` has a number for each dimension, which the
-    number of shards along it must divide.
+    the layout at the other end. `divisible_counts` has a number for each dimension,
+    which the number of shards along it must divide.
     """
 
     def __init__(
         self,
-        max_counts: Counts,
+        divisible_counts: Counts,
         near: FineLayout,
         far: FineLayout,
         shards: Shards,
         permutations: PermutationPrices,
     ):
-        self.max_counts = max_counts
+        self.divisible_counts = divisible_counts
         self.shards = shards
         self.permutations = permutations
         self.prices = Prices(near)
@@ -107,10 +107,10 @@ class Neighbours:
     ) -> Iterator[tuple[SubAxes, ShardDims]]:
         """Yields pairs: some sub-axes, an entry of `additions`, and the layout `dims`
         with these sub-axes added to a dimension, minor-most. A dimension gets no more
-        shards than `max_counts` allows.
+        shards than `divisible_counts` allows.
         """
         for dim, axes in enumerate(dims):
-            most = self.max_counts[dim] // self.shards.count(axes)
+            most = self.divisible_counts[dim] // self.shards.count(axes)
             for added in additions:
                 if most % self.shards.count(added) == 0:
                     yield added, (*dims[:dim], (*axes, *added), *dims[dim + 1 :])
@@ -141,7 +141,7 @@ class Neighbours:
             if cost >= limit:
                 continue
             most_counts = [
-                self.max_counts[dim] // self.shards.count(choice.staying[dim])
+                self.divisible_counts[dim] // self.shards.count(choice.staying[dim])
                 for dim in choice.to_dims
             ]
             assignments_by_counts = self._assignments(choice.moving, choice.to_dims)
@@ -227,7 +227,7 @@ class Neighbours:
             return []
         # Sub-axes that the layout `far` does not have come last, behind its last
         # dimension, so that a gather can remove them.
-        last = (len(self.max_counts), 0)
+        last = (len(self.divisible_counts), 0)
         in_far_order = sorted(
             moving, key=lambda sub_axis: self.place_in_far.get(sub_axis, last)
         )

@@ -86,8 +86,8 @@ def redistribute(
     """
     # The search depends only on which shard counts divide the shape, so leaves of
     # different shapes share cached paths.
-    max_counts = tuple(math.gcd(size, src.size) for size in shape)
-    paths = paths_between(max_counts, src, dst)
+    divisible_counts = tuple(math.gcd(size, src.size) for size in shape)
+    paths = paths_between(divisible_counts, src, dst)
     array_bits = math.prod(shape) * itemsize_bits
     return _measured(
         array_bits=array_bits,
@@ -124,9 +124,9 @@ class Paths(NamedTuple):
 
 
 @ft.lru_cache(maxsize=4096)
-def paths_between(max_counts: Counts, src: StepLayout, dst: StepLayout) -> Paths:
-    """Returns cheap paths from layout `src` to layout `dst`. `max_counts` has a number
-    for each dimension, which the number of shards along it must divide.
+def paths_between(divisible_counts: Counts, src: StepLayout, dst: StepLayout) -> Paths:
+    """Returns cheap paths from layout `src` to layout `dst`. `divisible_counts` has a
+    number for each dimension, which the number of shards along it must divide.
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)
@@ -134,13 +134,13 @@ def paths_between(max_counts: Counts, src: StepLayout, dst: StepLayout) -> Paths
         # Every device already holds its target shard. At most a slice is due.
         path = path_along([source.layout], [target.layout])
         return Paths([path], [], bound)
-    problem = Problem(max_counts, source, target)
+    problem = Problem(divisible_counts, source, target)
     route = cheapest_route(problem)
     if not route:
         # `refine` multiplies prime sub-axes, and their product may be too large for
-        # `max_counts`.
+        # `divisible_counts`.
         prime_source, prime_target = refine(src, dst, prime=True)
-        problem = Problem(max_counts, prime_source, prime_target)
+        problem = Problem(divisible_counts, prime_source, prime_target)
         route = cheapest_route(problem)
     if route is None:
         raise AssertionError(
@@ -155,7 +155,7 @@ def paths_between(max_counts: Counts, src: StepLayout, dst: StepLayout) -> Paths
             paths.append(other)
         torus_times = TorusTimes(src, src.network)
         for path in tuple(paths):
-            wider = with_wider_gathers(path, max_counts, torus_times)
+            wider = with_wider_gathers(path, divisible_counts, torus_times)
             if wider != path:
                 paths.append(wider)
         times = list(map(torus_times.of_path, paths))

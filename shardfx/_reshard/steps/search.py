@@ -75,8 +75,8 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """The input of the search: the layouts before and after a move, over sub-axes.
-    `max_counts` has a number for each dimension, which the number of shards along it
-    must divide.
+    `divisible_counts` has a number for each dimension, which the number of shards along
+    it must divide.
 
     With `takes_detours`, the search also tries all-gathers before the crossing, slices
     after it, and permutations of the sub-axes of a dimension. These steps help in three
@@ -87,7 +87,7 @@ class Problem:
     and at least as much.
     """
 
-    max_counts: Counts
+    divisible_counts: Counts
     source: FineLayout
     target: FineLayout
     takes_detours: bool = False
@@ -119,7 +119,7 @@ def cheapest_route(problem: Problem) -> Route | None:
     target = problem.target.layout
     most_layouts = _most_layouts(problem.source)
     narrow = dataclasses.replace(
-        problem, max_counts=tuple(map(math.lcm, source.counts, target.counts))
+        problem, divisible_counts=tuple(map(math.lcm, source.counts, target.counts))
     )
     first_run = explore(narrow, most_layouts // 2, limit=math.inf)
 
@@ -127,7 +127,7 @@ def cheapest_route(problem: Problem) -> Route | None:
     are_sub_axes_unequal = len(prime_sizes) > 1 or len({*source.weights}) > 1
     has_other_sub_axes = problem.source.coordinates is not problem.target.coordinates
     takes_detours = are_sub_axes_unequal or has_other_sub_axes
-    is_wider = takes_detours or narrow.max_counts != problem.max_counts
+    is_wider = takes_detours or narrow.divisible_counts != problem.divisible_counts
     has_layouts_left = first_run.examined < most_layouts
     if first_run.route is not None and not (is_wider and has_layouts_left):
         return first_run.route
@@ -187,7 +187,7 @@ def _half(
     near = problem.source if is_forward else problem.target
     far = problem.target if is_forward else problem.source
     shards = Shards(near)
-    steps = Neighbours(problem.max_counts, near, far, shards, permutations)
+    steps = Neighbours(problem.divisible_counts, near, far, shards, permutations)
     if is_forward:
         usual = steps.slices_from
         detours = steps.gathers_from

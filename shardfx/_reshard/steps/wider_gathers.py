@@ -14,10 +14,10 @@ from .paths import Path, PathStep, step_between
 from .times import TorusTimes
 
 
-def with_wider_gathers(path: Path, max_counts: Counts, times: TorusTimes) -> Path:
+def with_wider_gathers(path: Path, divisible_counts: Counts, times: TorusTimes) -> Path:
     """Returns `path` with each all-gather over more sub-axes where that is faster by
-    `times`. `max_counts` has a number for each dimension, which the number of shards
-    along it must divide.
+    `times`. `divisible_counts` has a number for each dimension, which the number of
+    shards along it must divide.
     """
     like = path[0].source
     steps: list[PathStep] = []
@@ -25,7 +25,7 @@ def with_wider_gathers(path: Path, max_counts: Counts, times: TorusTimes) -> Pat
         if step.kind != "all_gather":
             steps.append(step)
             continue
-        wider = _widened(step, like, max_counts, times)
+        wider = _widened(step, like, divisible_counts, times)
         if wider.source != step.source:
             source = step.source
             if steps and steps[-1].kind == "slice":
@@ -38,7 +38,7 @@ def with_wider_gathers(path: Path, max_counts: Counts, times: TorusTimes) -> Pat
 def _widened(
     gather: PathStep,
     like: StepLayout,
-    max_counts: Counts,
+    divisible_counts: Counts,
     times: TorusTimes,
 ) -> PathStep:
     """Returns the fastest all-gather that ends as `gather` does, from a layout that is
@@ -50,7 +50,7 @@ def _widened(
         least_share = times.of_step(fastest).link_share
         wider = fastest
         for sub_axes in _unused_by_axis(fastest.source, like, times).values():
-            source = _finer(fastest, sub_axes, max_counts)
+            source = _finer(fastest, sub_axes, divisible_counts)
             if source is None:
                 continue
             candidate = step_between("all_gather", source, gather.target, like)
@@ -85,7 +85,7 @@ def _unused_by_axis(
 def _finer(
     gather: PathStep,
     added: Sequence[int],
-    max_counts: Counts,
+    divisible_counts: Counts,
 ) -> StepLayout | None:
     """The layout before `gather`, sharded over the sub-axes `added` too. `None` if they
     divide no dimension. The dimensions along which it gathers are tried first.
@@ -98,7 +98,7 @@ def _finer(
     for sub_axis in added:
         for dim in gathered_first:
             longer = (*dims[dim], sub_axis)
-            if max_counts[dim] % product_of(layout.sizes, longer) == 0:
+            if divisible_counts[dim] % product_of(layout.sizes, longer) == 0:
                 dims[dim] = longer
                 break
         else:

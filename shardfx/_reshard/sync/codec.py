@@ -103,12 +103,19 @@ def _body_text(plan: PlanFields) -> str:
         for path, leaf in plan.sources.items()
     ]
     leaves = [
-        [leaf.path, leaf.shape, str(leaf.dtype), leaf.digest, leaf.kind, leaf.names]
+        [
+            leaf.path,
+            leaf.shape,
+            str(leaf.dtype),
+            leaf.digest,
+            leaf.kind,
+            leaf.source_paths,
+        ]
         for leaf in plan.leaves
     ]
     kinds = [
         {
-            "names": kind.names,
+            "names": kind.source_paths,
             "pieces": [_piece_data(piece) for piece in kind.pieces],
             "rank": kind.rank,
             "buffers": kind.buffers,
@@ -143,14 +150,17 @@ def _value_data(value: Value) -> list[object]:
 
 
 def _form_data(form: WireForm) -> list[object]:
-    """What JSON has for the form of a part; `_form_of` reads it."""
-    scales = None if form.scales is None else str(form.scales)
+    """What JSON has for the form of a part; `_form_of` reads it: the value, the loops,
+    the rank of the source, the number of casts that the sender makes, and the dtypes in
+    which elements and scales are sent.
+    """
+    scales = None if form.scales_dtype is None else str(form.scales_dtype)
     return [
         _value_data(form.value),
         form.factors,
-        form.rank,
-        form.casts,
-        str(form.sent),
+        form.source_rank,
+        form.sender_casts,
+        str(form.sent_dtype),
         scales,
     ]
 
@@ -185,7 +195,7 @@ def _fields_of_data(data: Any) -> PlanFields:
             dtype=_dtype(dtype),
             digest=str(digest),
             kind=int(kind),
-            names=_texts(names),
+            source_paths=_texts(names),
         )
         leaves.append(leaf)
         require(_DIGEST.fullmatch(leaf.digest), f"the digest {leaf.digest!r:.80}")
@@ -226,7 +236,7 @@ def _kind_of(
     forms = tuple(_form_of(form, dtypes, first_leaf.dtype) for form in data["forms"])
     rank = int(data["rank"])
     return TransferKind(
-        names=_texts(data["names"]),
+        source_paths=_texts(data["names"]),
         pieces=tuple([_piece_of(piece) for piece in data["pieces"]]),
         rank=rank,
         buffers=tuple(buffers),

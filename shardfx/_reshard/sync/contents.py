@@ -23,7 +23,7 @@ from ..._convert import Factor, Piece, Read, chunks, fill, swapped, within
 from ..._ground.boxes import Box, as_box, first_holder_by_box, shard_boxes, whole_box
 from ..._ground.errors import SyncError
 from ..._ground.keys import raw
-from .kinds import SentLeaf, SourceLeaf, TransferKind, renamed
+from .kinds import SentLeaf, SourceLeaf, TransferKind, with_paths
 from .transfer import TransferPlan
 
 
@@ -74,10 +74,11 @@ def sent_sums(
     for row, number in enumerate(numbers):
         leaf = plan.leaves[number]
         kind = plan.kinds[leaf.kind]
-        names = dict(zip(kind.names, leaf.names, strict=True))
+        names = dict(zip(kind.source_paths, leaf.source_paths, strict=True))
         weights = _Weights(leaf)
         pieces = [
-            piece._replace(value=renamed(piece.value, names)) for piece in kind.pieces
+            piece._replace(value=with_paths(piece.value, names))
+            for piece in kind.pieces
         ]
         for box in _boxes_received(kind, receiver):
             for part in _parts_within(pieces, box):

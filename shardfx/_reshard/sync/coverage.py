@@ -87,7 +87,7 @@ def check_transfer(plan: PlanFields) -> None:
             leaf.shape == first.shape
             and leaf.dtype == first.dtype
             and _sources_of(plan, leaf) == _sources_of(plan, first)
-            and kind.names == first.names
+            and kind.source_paths == first.source_paths
         )
         require(is_of_kind, f"leaf `{leaf.path}` is not of its kind")
         if first is leaf:
@@ -146,8 +146,8 @@ def _fits_mesh(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
 
 
 def _sources_of(plan: PlanFields, leaf: SentLeaf) -> list[SourceLeaf]:
-    """The sources of a leaf, in the order of its `names`."""
-    return [plan.sources[name] for name in leaf.names]
+    """The sources of a leaf, in the order of its `source_paths`."""
+    return [plan.sources[name] for name in leaf.source_paths]
 
 
 def _check_kind(
@@ -182,7 +182,9 @@ def _check_kind(
     values += [form.value for form in kind.forms]
     for value in values:
         names = names_of(Piece(value, (), (), ()))
-        require(set(names) <= set(kind.names), f"{where} has a piece of no source")
+        require(
+            set(names) <= set(kind.source_paths), f"{where} has a piece of no source"
+        )
     for piece in kind.pieces:
         require(
             _is_piece(piece, leaf, plan.sources),
@@ -201,7 +203,7 @@ def _check_kind(
         is_sent = np.isin(rows[:, PROCESS], known_senders).all()
         require(is_sent, f"{where} has a piece from no process of the senders")
         if not is_constant:
-            stop = FIRST_POSITION + form.rank
+            stop = FIRST_POSITION + form.source_rank
             source_positions = rows[:, FIRST_POSITION:stop]
             _check_source(leaf, form, plan.sources, source_positions)
 
@@ -250,7 +252,7 @@ def _at_start(form: WireForm, rank: int) -> Piece:
     """
     return Piece(
         value=form.value,
-        source=(0,) * form.rank,
+        source=(0,) * form.source_rank,
         target=(0,) * rank,
         factors=form.factors,
     )
@@ -278,7 +280,7 @@ def _check_source(
         require(is_scaled, f"{where} has scales of another shape")
 
     source_dims = [factor.source_dim for factor in form.factors]
-    is_alike = form.rank == rank and all(dim < rank for dim in source_dims)
+    is_alike = form.source_rank == rank and all(dim < rank for dim in source_dims)
     require(is_alike, f"{where} has a piece of more dimensions than `{value.path}`")
 
     reading = swapped(_at_start(form, len(leaf.shape)))

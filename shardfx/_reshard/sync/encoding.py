@@ -74,18 +74,18 @@ def form_of(
         return WireForm(
             value=piece.value,
             factors=piece.factors,
-            rank=0,
-            casts=0,
-            sent=dtype,
-            scales=None,
+            source_rank=0,
+            sender_casts=0,
+            sent_dtype=dtype,
+            scales_dtype=None,
         )
     cast_count = sender_cast_count(encoding.casts, encoding.dtype)
     sender_dtypes = [encoding.dtype, *dtypes_of(encoding.casts[:cast_count])]
     return WireForm(
         value=encoding.value,
         factors=piece.factors,
-        rank=rank,
-        casts=cast_count,
-        sent=np.dtype(sender_dtypes[-1]),
-        scales=encoding.scales,
+        source_rank=rank,
+        sender_casts=cast_count,
+        sent_dtype=np.dtype(sender_dtypes[-1]),
+        scales_dtype=encoding.scales,
     )

@@ -39,19 +39,20 @@ class WireForm(NamedTuple):
 
     - `value`: the source, its scales and its casts.
     - `factors`: the nested loops that copy a part.
-    - `rank`: the number of dimensions of the source.
-    - `casts`: the number of casts that the sender makes. The receiver makes the others.
-    - `sent`: the dtype in which elements are sent.
-    - `scales`: the dtype in which scales are sent; `None` if the receiver does not
-      multiply by scales.
+    - `source_rank`: the number of dimensions of the source.
+    - `sender_casts`: the number of casts that the sender makes. The receiver makes the
+      others.
+    - `sent_dtype`: the dtype in which elements are sent.
+    - `scales_dtype`: the dtype in which scales are sent; `None` if the receiver does
+      not multiply by scales.
     """
 
     value: Value
     factors: tuple[Factor, ...]
-    rank: int
-    casts: int
-    sent: np.dtype
-    scales: np.dtype | None
+    source_rank: int
+    sender_casts: int
+    sent_dtype: np.dtype
+    scales_dtype: np.dtype | None
 
 
 class Transfer(NamedTuple):
@@ -104,14 +105,17 @@ class Transfer(NamedTuple):
         """The bytes of the elements as they are sent, without scales. 4-bit elements
         are sent two to a byte.
         """
-        return -(-math.prod(self.shape) * bits(self.form.sent) // 8)
+        return -(-math.prod(self.shape) * bits(self.form.sent_dtype) // 8)
 
     @property
     def bytes(self) -> int:
         """The bytes of the elements and of their scales as they are sent."""
-        if self.form.scales is None:
+        if self.form.scales_dtype is None:
             return self.element_bytes
-        return self.element_bytes + volume(self.scale_box) * self.form.scales.itemsize
+        return (
+            self.element_bytes
+            + volume(self.scale_box) * self.form.scales_dtype.itemsize
+        )
 
 
 # The first columns of `TransferKind.rows`. From `FIRST_POSITION` on, the position in the
@@ -126,7 +130,7 @@ class TransferKind:
 
     **Arguments:**
 
-    - `names`: the paths of the first leaf's sources.
+    - `source_paths`: the paths of the first leaf's sources.
     - `pieces`: the pieces that fill the whole array, whatever its sharding. The rows
       follow from them and from both shardings.
     - `rank`: the largest number of dimensions of a source.
@@ -137,7 +141,7 @@ class TransferKind:
       first element in the source and in the buffer.
     """
 
-    names: tuple[str, ...]
+    source_paths: tuple[str, ...]
     pieces: tuple[Piece, ...]
     rank: int
     buffers: tuple[Buffer, ...]
@@ -190,7 +194,7 @@ class TransferKind:
             device=row[DEVICE],
             buffer=row[BUFFER],
             form=form,
-            source=tuple(row[FIRST_POSITION : FIRST_POSITION + form.rank]),
+            source=tuple(row[FIRST_POSITION : FIRST_POSITION + form.source_rank]),
             target=tuple(row[FIRST_POSITION + self.rank :]),
         )
 
@@ -215,7 +219,7 @@ class TransferKind:
         total = 0
         for number, form in enumerate(self.forms):
             rows_of_form = rows[self.rows[rows, FORM] == number]
-            if form.scales:
+            if form.scales_dtype:
                 # The number of scales that are sent with a part depends on its
                 # position.
                 total += sum(self.transfer(row).bytes for row in rows_of_form)
@@ -230,13 +234,13 @@ def _content_key(form: WireForm) -> object:
     reads = tuple(
         (factor.size, factor.source_dim, factor.source_step) for factor in piece.factors
     )
-    return form.value, reads, form.casts, form.sent, form.scales
+    return form.value, reads, form.sender_casts, form.sent_dtype, form.scales_dtype
 
 
 class SentLeaf(NamedTuple):
     """An array of the receiving job. `shape` and `dtype` are those of its raw data (the
     key data of PRNG keys). `digest` is a hash of its part of the plan. `kind` is the
-    number of its `TransferKind`. `names` are the paths of its sources.
+    number of its `TransferKind`. `source_paths` are the paths of its sources.
     """
 
     path: str
@@ -244,7 +248,7 @@ class SentLeaf(NamedTuple):
     dtype: np.dtype
     digest: str
     kind: int
-    names: tuple[str, ...]
+    source_paths: tuple[str, ...]
 
 
 class SourceLeaf(NamedTuple):
@@ -277,16 +281,17 @@ class PlanFields(NamedTuple):
     leaves: tuple[SentLeaf, ...]
 
 
-def renamed(value: Value, names: Mapping[str, str]) -> Value:
-    """The value for another leaf of its kind. `names` has the path of each source of
-    that leaf, by the path of the first leaf's source.
+def with_paths(value: Value, path_by_first_path: Mapping[str, str]) -> Value:
+    """The value for another leaf of its kind. `path_by_first_path` has the path of each
+    source of that leaf, by the path of the first leaf's source.
     """
     if value.path is None:
         return value
     scale = value.scale
     if scale is not None:
-        scale = scale._replace(path=names[scale.path])
-    return value._replace(path=names[value.path], scale=scale)
+        scale = scale._replace(path=path_by_first_path[scale.path])
+    path = path_by_first_path[value.path]
+    return value._replace(path=path, scale=scale)
 
 
 def hash_of(texts: Sequence[str]) -> str:

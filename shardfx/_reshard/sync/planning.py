@@ -128,7 +128,7 @@ def plan_transfer(
             dtype=made_leaf.dtype,
             digest=_leaf_digest(target, made_leaf, source_leaves),
             kind=kind_numbers[key],
-            names=tuple(source_leaves),
+            source_paths=tuple(source_leaves),
         )
         leaves.append(leaf)
 
@@ -369,7 +369,7 @@ def _kind(
         )
 
     return TransferKind(
-        names=tuple(sources),
+        source_paths=tuple(sources),
         pieces=tuple(made_leaf.pieces),
         rank=rank,
         buffers=buffers,

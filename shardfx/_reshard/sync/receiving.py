@@ -320,7 +320,7 @@ def _incoming_row(row: Row, kind: TransferKind, dtype: np.dtype) -> IncomingRow:
     if isinstance(row, SentRange):
         return BufferBytes(buffer=row.buffer, start=row.start, stop=row.stop)
     form = row.transfers_of_buffers[0].form
-    if form.scales is not None or bits(form.sent) < 8:
+    if form.scales_dtype is not None or bits(form.sent_dtype) < 8:
         return Placed(bytes=row.bytes, copies=(), decoded=row)
     copies = [
         _buffer_copy(transfer, kind, dtype) for transfer in row.transfers_of_buffers
@@ -340,7 +340,7 @@ def _buffer_copy(
     box = kind.buffers[transfer.buffer].box
     strides = strides_of(box_shape(box), dtype.itemsize)
     # The row has only the factors that move in the source.
-    row_strides = iter(strides_of(transfer.shape, form.sent.itemsize))
+    row_strides = iter(strides_of(transfer.shape, form.sent_dtype.itemsize))
     source_strides = tuple(
         0 if factor.source_dim == NOWHERE else next(row_strides)
         for factor in form.factors
@@ -348,8 +348,8 @@ def _buffer_copy(
     target_strides = tuple(
         strides[factor.target_dim] * factor.target_step for factor in form.factors
     )
-    casts = form.value.casts[form.casts :]
-    source_dtype = form.sent
+    casts = form.value.casts[form.sender_casts :]
+    source_dtype = form.sent_dtype
     if not casts:
         # NumPy copies integers faster than elements of other libraries' dtypes.
         source_dtype = dtype = _UNSIGNED.get(dtype.itemsize, dtype)
@@ -375,12 +375,12 @@ def _decode(part: SentPart, memory: np.ndarray, buffer_of: Any) -> None:
     first = part.transfers_of_buffers[0]
     form = first.form
     raw = memory[: first.element_bytes]
-    if bits(form.sent) < 8:
-        values = unpacked(raw, form.sent, first.shape)
+    if bits(form.sent_dtype) < 8:
+        values = unpacked(raw, form.sent_dtype, first.shape)
     else:
-        values = np.ndarray(first.shape, form.sent, raw)
+        values = np.ndarray(first.shape, form.sent_dtype, raw)
     read = None
-    if form.scales is not None:
+    if form.scales_dtype is not None:
         read = _reader(first, values, memory[first.element_bytes :])
 
     for transfer in part.transfers_of_buffers:
@@ -394,7 +394,7 @@ def _decode(part: SentPart, memory: np.ndarray, buffer_of: Any) -> None:
             sizes.append(1 if factor.source_dim == NOWHERE else factor.size)
         target = target_view(buffer, transfer.piece)
         value = transfer.form.value
-        remaining = value._replace(casts=value.casts[form.casts :])
+        remaining = value._replace(casts=value.casts[form.sender_casts :])
         elements = np.broadcast_to(values.reshape(sizes), target.shape)
         write(target, elements, transfer.piece._replace(value=remaining))
 
@@ -412,10 +412,10 @@ def _reader(transfer: Transfer, values: np.ndarray, scale_bytes: np.ndarray) -> 
     """
     piece = once(transfer.piece)
     scale = transfer.form.value.scale
-    assert scale is not None and transfer.form.scales is not None
+    assert scale is not None and transfer.form.scales_dtype is not None
     box = hull(swapped(piece))
     whole = np.empty(box_shape(box), values.dtype)
     source_view(whole, piece, box_start(box))[...] = values
     sizes = box_shape(transfer.scale_box)
-    scales = np.ndarray(sizes, transfer.form.scales, scale_bytes)
+    scales = np.ndarray(sizes, transfer.form.scales_dtype, scale_bytes)
     return lambda path, _: scales if path == scale.path else whole

@@ -175,9 +175,13 @@ def _rows_of(
 def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
     """Whether the receiver writes the bytes of a transfer as they are, each once."""
     form = transfer.form
-    if transfer.process < 0 or form.scales is not None or bits(form.sent) < 8:
+    if (
+        transfer.process < 0
+        or form.scales_dtype is not None
+        or bits(form.sent_dtype) < 8
+    ):
         return False
-    if form.casts < len(form.value.casts) or form.sent != dtype:
+    if form.sender_casts < len(form.value.casts) or form.sent_dtype != dtype:
         return False
     return all(factor.source_dim != NOWHERE for factor in form.factors)
 

@@ -26,7 +26,7 @@ from ..._ground.copying import block_dim, buffers, copy as copy_elements, copy_a
 from ..._ground.spec import bits
 from .channel import Channel
 from .contents import sent_sums, sum_rounds
-from .kinds import SentLeaf, Transfer, TransferKind, renamed
+from .kinds import SentLeaf, Transfer, TransferKind, with_paths
 from .publishing import Published, publishable
 from .scheduling import Row, Schedule, ScheduledRow, SentRange, schedule
 from .transfer import TransferPlan
@@ -197,7 +197,7 @@ class _Outgoing:
         for entry, row in zip(entries, rows, strict=True):
             leaf = self._plan.leaves[entry.leaf]
             if isinstance(row, ShardBytes):
-                shard = self._arrays.bytes_of(leaf.names[row.source], row.shard)
+                shard = self._arrays.bytes_of(leaf.source_paths[row.source], row.shard)
                 pieces.append(shard[row.start : row.stop])
             else:
                 memory = self._scratch[start : start + row.bytes]
@@ -208,15 +208,15 @@ class _Outgoing:
 
     def _fill(self, memory: np.ndarray, leaf: SentLeaf, row: Filled) -> None:
         """Copies the parts of a leaf's row into `memory`."""
-        names = leaf.names
+        names = leaf.source_paths
         for copy in row.copies:
             if isinstance(copy, ShardCopy):
                 shard = self._arrays.bytes_of(names[copy.source], copy.shard)
                 _run_copy(copy, shard, memory)
             else:
-                first_names = self._plan.kinds[leaf.kind].names
+                first_names = self._plan.kinds[leaf.kind].source_paths
                 paths = dict(zip(first_names, names, strict=True))
-                value = renamed(copy.transfer.form.value, paths)
+                value = with_paths(copy.transfer.form.value, paths)
                 _encode(copy, value, memory, self._arrays.read)
 
 
@@ -253,27 +253,29 @@ def _encode(part: Encoded, value: Value, memory: np.ndarray, read: Read) -> None
     form = transfer.form
     piece = once(transfer.piece)
     # Scales that the receiver multiplies by, and casts that it makes, stay out.
-    scale = value.scale if form.scales is None else None
-    sent_value = value._replace(casts=value.casts[: form.casts], scale=scale)
+    scale = value.scale if form.scales_dtype is None else None
+    sent_value = value._replace(casts=value.casts[: form.sender_casts], scale=scale)
     factors = tuple(
         factor._replace(target_dim=dim, target_step=1)
         for dim, factor in enumerate(piece.factors)
     )
     box = tuple((0, factor.size) for factor in factors)
-    elements = np.empty(transfer.shape, form.sent)
+    elements = np.empty(transfer.shape, form.sent_dtype)
     compact = Piece(sent_value, piece.source, (0,) * len(factors), factors)
     fill(elements, box, compact, read)
 
     if part.strides is not None:
-        target = np.ndarray(transfer.shape, form.sent, memory, part.start, part.strides)
+        target = np.ndarray(
+            transfer.shape, form.sent_dtype, memory, part.start, part.strides
+        )
         copy_elements(as_bits(target), as_bits(elements))
         return
     nbytes = transfer.element_bytes
-    if bits(form.sent) < 8:
+    if bits(form.sent_dtype) < 8:
         memory[:nbytes] = packed(elements)
     else:
         memory[:nbytes] = elements.reshape(-1).view(np.uint8)
-    if form.scales is not None and value.scale is not None:
+    if form.scales_dtype is not None and value.scale is not None:
         scales = read(value.scale.path, transfer.scale_box)
         memory[nbytes:] = np.ascontiguousarray(scales).reshape(-1).view(np.uint8)
 
@@ -300,7 +302,7 @@ def _rows_of_leaves(
     rows_by_layout: Any = plan.known.setdefault(key, {})
     rows_of_leaves = []
     for leaf in plan.leaves:
-        layouts = tuple(arrays.leaves[name].layout for name in leaf.names)
+        layouts = tuple(arrays.leaves[name].layout for name in leaf.source_paths)
         rows_key = (leaf.kind, layouts)
         if rows_key not in rows_by_layout:
             compiler = _Compiler(plan.kinds[leaf.kind], leaf, arrays)
@@ -317,8 +319,8 @@ class _Compiler:
 
     def __init__(self, kind: TransferKind, leaf: SentLeaf, arrays: Published):
         self._kind = kind
-        self._paths = dict(zip(kind.names, leaf.names, strict=True))
-        self._numbers = {name: number for number, name in enumerate(kind.names)}
+        self._paths = dict(zip(kind.source_paths, leaf.source_paths, strict=True))
+        self._numbers = {name: number for number, name in enumerate(kind.source_paths)}
         self._arrays = arrays
 
     def row(self, row: Row) -> OutgoingRow:
@@ -327,7 +329,7 @@ class _Compiler:
         """
         if isinstance(row, SentRange):
             buffer = self._kind.buffers[row.buffer]
-            itemsize = row.transfers[0].form.sent.itemsize
+            itemsize = row.transfers[0].form.sent_dtype.itemsize
             strides = strides_of(box_shape(buffer.box), itemsize)
             copies = []
             for transfer in row.transfers:
@@ -340,14 +342,14 @@ class _Compiler:
                 copies.append(self._copy(transfer, start, row_strides))
             return self._without_copy(row.bytes, copies)
         transfer = row.transfers_of_buffers[0]
-        if bits(transfer.form.sent) < 8:
+        if bits(transfer.form.sent_dtype) < 8:
             encoded = Encoded(
                 transfer=transfer,
                 start=0,
                 strides=None,
             )
             return Filled(row.bytes, (encoded,))
-        strides = strides_of(transfer.shape, transfer.form.sent.itemsize)
+        strides = strides_of(transfer.shape, transfer.form.sent_dtype.itemsize)
         return self._without_copy(row.bytes, [self._copy(transfer, 0, strides)])
 
     def _copy(
@@ -365,7 +367,7 @@ class _Compiler:
         assert path is not None
         box = hull(swapped(piece))
         shard = self._arrays.containing(self._paths[path], box)
-        if form.scales is not None:
+        if form.scales_dtype is not None:
             return Encoded(
                 transfer=transfer,
                 start=start,
@@ -389,8 +391,8 @@ class _Compiler:
             shard_strides[factor.source_dim] * factor.source_step
             for factor in piece.factors
         )
-        casts = form.value.casts[: form.casts]
-        target_dtype = form.sent
+        casts = form.value.casts[: form.sender_casts]
+        target_dtype = form.sent_dtype
         if is_only(casts, source_dtype):
             # NumPy copies integers faster than elements of other libraries' dtypes.
             casts = ()

@@ -8,5 +8,5 @@ benchmarks.fault_records`, which runs the program of each fault.
 It may import the operations of a step, and the ground. It never runs a program.
 """
 
-from .predicates import ArrayCut, OperationCut, matches_array, matches_operation
+from .predicates import ArrayCut, ShardedArray, matches_array, matches_operation
 from .records import ArrayPredicate, Fault, OperationPredicate, Runs, fault_records

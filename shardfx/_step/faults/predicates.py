@@ -14,7 +14,7 @@ from .records import ArrayPredicate, OperationPredicate
 
 
 # The mesh axes of each dimension.
-Cuts = Sequence[Sequence[str]]
+AxesByDim = Sequence[Sequence[str]]
 # The longest window of a convolution.
 _WINDOW = 11
 
@@ -26,17 +26,17 @@ class ArrayCut(NamedTuple):
     second: frozenset[str]
 
 
-class OperationCut(NamedTuple):
+class ShardedArray(NamedTuple):
     """An array of an operation: its shape, and the mesh axes of each dimension."""
 
     shape: tuple[int, ...]
-    cuts: Cuts
+    cuts: AxesByDim
 
 
 def matches_array(
     predicate: ArrayPredicate,
     shape: tuple[int, ...],
-    cuts: Cuts,
+    cuts: AxesByDim,
     sizes: Mapping[str, int],
 ) -> ArrayCut | None:
     """The main dimensions of an array that has the form of the predicate and is sharded
@@ -67,7 +67,7 @@ def _axes_of_several_devices(
     return frozenset(axis for axis in cut if sizes[axis] > 1)
 
 
-def _unused_axes(cuts: Cuts, sizes: Mapping[str, int]) -> list[str]:
+def _unused_axes(cuts: AxesByDim, sizes: Mapping[str, int]) -> list[str]:
     """The mesh axes of two or more devices that shard no dimension of an array."""
     used = set(itertools.chain.from_iterable(cuts))
     return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
@@ -100,7 +100,7 @@ def matches_operation(
     predicate: OperationPredicate,
     operation: Operation,
     values: Sequence[StepValue],
-    cuts: Mapping[int, Cuts],
+    cuts: Mapping[int, AxesByDim],
     sizes: Mapping[str, int],
 ) -> bool:
     """Whether the arrays of an operation are sharded as the predicate says.
@@ -108,11 +108,11 @@ def matches_operation(
     `values` are the arrays of the step. `cuts` has the mesh axes of each dimension of
     an array, by the array's number, and `sizes` the sizes of the mesh axes.
     """
-    arrays: list[OperationCut] = []
+    arrays: list[ShardedArray] = []
     for number in (*operation.ins, *operation.outs):
         shape = values[number].shape
         unsharded = [()] * len(shape)
-        arrays.append(OperationCut(shape=shape, cuts=cuts[number] or unsharded))
+        arrays.append(ShardedArray(shape=shape, cuts=cuts[number] or unsharded))
     cuts_of_first = arrays[0].cuts if arrays else ()
     if len(_unused_axes(cuts_of_first, sizes)) < predicate.unused_axes:
         return False
@@ -145,7 +145,7 @@ def matches_operation(
     return any(_shard_count(image.cuts[dim], sizes) > 1 for dim in windows)
 
 
-def _is_uneven(array: OperationCut, sizes: Mapping[str, int]) -> bool:
+def _is_uneven(array: ShardedArray, sizes: Mapping[str, int]) -> bool:
     """Whether the shards of some dimension of an array do not divide it."""
     for size, cut in zip(array.shape, array.cuts, strict=True):
         if size % _shard_count(cut, sizes):

@@ -65,7 +65,7 @@ def _selected_on_devices(
     ):
         pairs = list(zip(on_part.axes, other.axes, strict=True))
         if all(first is None or second is not None for first, second in pairs):
-            places = [
+            differing_dims = [
                 dim
                 for dim, (first, second) in enumerate(pairs)
                 if first is not None
@@ -73,20 +73,23 @@ def _selected_on_devices(
                 and first.cut is not second.cut
             ]
             held = on_part
-            for dim in places:
+            for dim in differing_dims:
                 rows = np.repeat(chosen[:, None], shape[dim], axis=1)
                 merged = _merged(context, dim, rows, held, other, is_device_mask=True)
                 if merged is None:
                     return None
                 held = merged
             return held
-    for part, rest, is_part in ((on_part, other, chosen), (other, on_part, ~chosen)):
-        if is_zero(rest) and part.root >= 0:
-            is_masked = is_empty(part, context.devices) & (part.fill == 0)
-            if is_masked[~is_part].all():
+    for part, zeros, takes_part in (
+        (on_part, other, chosen),
+        (other, on_part, ~chosen),
+    ):
+        if is_zero(zeros) and part.root >= 0:
+            is_zero_already = is_empty(part, context.devices) & (part.fill == 0)
+            if is_zero_already[~takes_part].all():
                 # The other devices hold zeros already.
                 return part
-            mask = sum(1 << device for device in np.flatnonzero(is_part).tolist())
+            mask = sum(1 << device for device in np.flatnonzero(takes_part).tolist())
             return dataclasses.replace(part, terms=(mask,), known_numbers=None)
     return None
 
@@ -196,16 +199,17 @@ def union_of(
         or other.dropped_axes
     ):
         return None
-    places = [
+    differing_dims = [
         dim
         for dim, (first, second) in enumerate(
             zip(first_operand.axes, other.axes, strict=True)
         )
         if first != second
     ]
-    if len(places) != 1:
+    if len(differing_dims) != 1:
         return None
-    axis, other_axis = first_operand.axes[places[0]], other.axes[places[0]]
+    (dim,) = differing_dims
+    axis, other_axis = first_operand.axes[dim], other.axes[dim]
     if axis is None or other_axis is None or axis.dim != other_axis.dim:
         return None
     first, second = context.cuts.indices(axis.cut), context.cuts.indices(other_axis.cut)
@@ -213,4 +217,4 @@ def union_of(
         return None
     both = np.where(first == HOLE, second, first)
     cut = context.cuts.from_indices(both)
-    return with_axis(first_operand, places[0], Axis(axis.dim, cut))
+    return with_axis(first_operand, dim, Axis(axis.dim, cut))

@@ -238,7 +238,7 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
     fine_src, fine_dst = refine(src, dst, prime=prime)
-    problem = search.Problem(max_counts=shape, source=fine_src, target=fine_dst)
+    problem = search.Problem(divisible_counts=shape, source=fine_src, target=fine_dst)
     path, cost, looked = search.explore(problem, most, math.inf)
     assert path is not None
     assert cost < math.inf

@@ -135,8 +135,8 @@ def test_times_are_those_of_seconds(axes):
     while moves < 6:
         specs_of_ends = rng.sample(specs, 2)
         src, dst = (on_torus(spec_mesh, spec, 2, extents) for spec in specs_of_ends)
-        max_counts = tuple(math.gcd(size, src.size) for size in shape)
-        [path, *_] = paths_between(max_counts, src, dst).paths
+        divisible_counts = tuple(math.gcd(size, src.size) for size in shape)
+        [path, *_] = paths_between(divisible_counts, src, dst).paths
         if all(step.kind == "slice" for step in path):
             continue
         moves += 1
