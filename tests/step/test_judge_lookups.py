@@ -97,6 +97,32 @@ def test_another_mask_of_a_lookup_is_not_proved(
     assert verdict_of(programs, text).outcome != "proved"
 
 
+def rows_at_sums(table, parts):
+    return jnp.take(table, jnp.sum(parts, 0), axis=0, mode="clip")
+
+
+def test_a_mask_of_unfinished_indices_is_not_proved():
+    mesh = sfx.MeshSpec({"a": 2, "b": 2}).abstract()
+    rows = NamedSharding(mesh, P("b"))
+    table = jax.ShapeDtypeStruct((12, 4), jnp.float32, sharding=rows)
+    halves = NamedSharding(mesh, P("a"))
+    parts = jax.ShapeDtypeStruct((2, 12), jnp.int32, sharding=halves)
+    programs = proved_programs(rows_at_sums, (table, parts))
+    text = programs.partitioned
+    match = CLAMP.search(text)
+    summed = re.search(r"s32\[12\]\S* all-reduce\((?P<part>%[\w.]+)\)", text)
+    assert match is not None and summed is not None
+    kind = match["kind"]
+    inserted = (
+        f"  %unfinished = {kind} reshape({summed['part']})\n"
+        f"  %masked = {match[0].partition(' = ')[2]}\n"
+    ).replace(match["raw"], "%unfinished")
+    line = text.rindex("\n", 0, match.start()) + 1
+    changed = compared(text[:line] + inserted + text[line:], "%masked", "(?:LT|GT)")
+    assert changed.count("%masked") == 3
+    assert verdict_of(programs, changed).outcome != "proved"
+
+
 def with_clamp(text: str, instruction: str, kind: str, bound: int) -> str:
     """The index in the first line that matches `instruction` is clamped to `bound`."""
     match = re.search(instruction, text)

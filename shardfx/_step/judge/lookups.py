@@ -212,6 +212,7 @@ def _clamped(operands: Sequence[Held]) -> Held | None:
         or low.known_numbers.any()
         or limits is None
         or index.root < 0
+        or not index.is_finished
     ):
         return None
     if (limits != limits[:1]).any():
@@ -264,7 +265,8 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
     index, limit = operands
     limits = numbers_by_column(limit.known_numbers, index)
     direction = attribute(instruction, "direction")
-    if limits is None or index.root < 0 or direction not in ("LT", "GT", "GE"):
+    is_index = index.root >= 0 and index.is_finished
+    if limits is None or not is_index or direction not in ("LT", "GT", "GE"):
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
         raise Unjudged("a lookup that is not finished")
