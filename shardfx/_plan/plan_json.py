@@ -163,7 +163,8 @@ def encode_mesh(mesh: MeshSpec) -> object:
 
 def decode_mesh(data: Any) -> MeshSpec:
     """The mesh from a list with [name, size, axis type, slices] for each axis. Raises
-    `PlanFormatError` for anything else.
+    `PlanFormatError` unless it is a list of such lists; `read_json` converts the other
+    errors.
     """
     if not _fits(data, [list]) or any(len(row) != 4 for row in data):
         raise PlanFormatError(

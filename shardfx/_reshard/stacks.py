@@ -355,8 +355,9 @@ class _Owners:
         return array.matrix_count // self.size(self.lead_axes)
 
     def sharded(self, array: Matrices) -> Matrices:
-        """Returns `array` with other `sent_entries`, which shard it over as many of the
-        owners' axes as possible.
+        """Returns `array` with other `sent_entries`, which shard its other dimensions,
+        `rest`, over the owners' axes, each in turn on the first dimension that it
+        divides.
         """
         entries: list[tuple[str, ...]] = []
         used: set[str] = set()

@@ -94,8 +94,9 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
 
 
 def _call_count(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
-    """The number of collectives that run one after another. `has_data` says for each
-    value whether computation waits for its collectives.
+    """The number of collectives of a layout, which shards over one mesh axis, that run
+    one after another. `has_data` says for each value whether computation waits for its
+    collectives.
     """
     total = 0.0
     # XLA combines the reductions of gradients, which do not wait for each other.

@@ -229,7 +229,7 @@ class _Namer:
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
         """The numbers of all dimensions of the array to which `place` belongs, without
-        those named "layers".
+        those of which a sub-dimension is named "layers".
         """
         dims = []
         for dim, roots in enumerate(self.classes.dims[place.array]):

@@ -284,7 +284,8 @@ class Flight:
 
     def _finish_oldest(self) -> None:
         """Waits for the reads of the oldest group, and copies its shards to devices.
-        On CPUs, the memory that was read into becomes that of the arrays.
+        On CPUs, the memory that was read into becomes that of the arrays. A unit has
+        all shards of one leaf, so each leaf is written once.
 
         Raises `CheckpointError` for a byte of a boolean that is neither 0 nor 1.
         """

@@ -249,6 +249,7 @@ class _Primes:
         if not is_alike:
             return True
         # `None` for sub-axes that shard no dimension, which equals no count.
+        # A dimension and the count of its shards, for each of them.
         other_counts = [
             other.shard_counts.get(other_sub_axis) for other_sub_axis in last_primes
         ]

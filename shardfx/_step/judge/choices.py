@@ -82,8 +82,8 @@ def _terms_over(
     node: Node,
     over: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """The devices that choose from each part of the dimensions that are reduced; `None`
-    if each device chooses from all.
+    """For each part of the dimensions `over`, which are reduced, the devices that choose
+    from it, as a bit mask; `None` if each device chooses from all.
     """
     terms = None
     for dim in over:

@@ -33,7 +33,9 @@ class Origin(NamedTuple):
 
 
 def origin_of(stack: Sequence[Frame]) -> Origin:
-    """The origin of an operation with this call stack, innermost frame first."""
+    """The origin of an operation with this call stack, innermost frame first. Its parts
+    are read from the outermost, which is the step's own, inwards.
+    """
     end = _start_of_lowering(stack)
     if end is None:
         # A program that another compiler finished.

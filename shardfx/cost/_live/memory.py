@@ -275,7 +275,10 @@ class _Counter:
         return value in self.sources[value]
 
     def reads(self, op: FlatOp) -> frozenset[int]:
-        """The arrays in memory that an operation reads, also inside its bodies."""
+        """The arrays in memory that an operation reads, also inside its bodies. A value
+        that XLA fuses into its readers is no array: `sources` has the arrays from which
+        it is computed.
+        """
         arrays: set[int] = set()
         for value in op.reads:
             arrays |= self.sources[value]
