@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from .._ground.errors import RuleError
+from .._ground.errors import RuleError, check_type
 from .._ground.spec import (
     UNCONSTRAINED,
     axes_of_entries,
@@ -34,6 +34,8 @@ def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
     """The names of mesh axes in `mesh_axes` without duplicates. Raises `RuleError` if one is
     no string or is empty.
     """
+    fix = 'write their names: `mesh_axes=["data"]`'
+    check_type("mesh_axes", mesh_axes, Iterable, RuleError, fix)
     names = as_names(mesh_axes)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -63,6 +65,8 @@ def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
     Raises `RuleError` for anything else; its message calls the argument `what`.
     """
     pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
+    fix = "write (name, value) in a list: `[(name, value)]`"
+    check_type(what, pairs, Iterable, RuleError, fix)
     checked = []
     for pair in pairs:
         if (

@@ -112,6 +112,8 @@ class PathRules(eqx.Module):
                 f" `PathRules.parse({rules!r:.60})`."
             )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
+        fix = "write pairs of a regex and a target: `PathRules([(regex, target)])`"
+        check_type("rules", pairs, Iterable, RuleError, fix)
         self.rules = tuple(
             _checked_rule(index, rule) for index, rule in enumerate(pairs)
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardfx import (
+    AxisRules,
     MeshSpec,
     PathRules,
     auto,
@@ -44,6 +45,18 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
     [
         (lambda: fsdp(NUMBER), RuleError, r"`fsdp\(\(3,\)\)` needs the name"),
         (lambda: match({}, NOTHING), RuleError, "`rules` must be of type PathRules"),
+        (lambda: PathRules(NUMBER), RuleError, "`rules` must be of type Iterable"),
+        (lambda: AxisRules(NUMBER), RuleError, "`rules` must be of type Iterable"),
+        (
+            lambda: AxisRules([], units=NUMBER),
+            RuleError,
+            "`units` must be of type Iterable",
+        ),
+        (
+            lambda: PathRules([], mesh_axes=NUMBER),
+            RuleError,
+            "`mesh_axes` must be of type Iterable",
+        ),
         (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
         (
