@@ -30,7 +30,8 @@ class Cut:
     - `step`: the distance in the whole dimension between neighbours of a segment.
     - `size`: the number of positions.
     - `has_holes`: whether a segment of a device holds no elements.
-    - `is_first`: whether there is one position, and each device holds the first element.
+    - `is_first_element`: whether there is one position, and each device holds the first
+      element.
 
     Equal cuts of one judge are one object, so `is` compares them.
     """
@@ -40,18 +41,24 @@ class Cut:
     step: int
     size: int
     has_holes: bool
-    is_first: bool
+    is_first_element: bool
 
     def text_on(self, device: int) -> str:
-        """The text of what a device holds: "[4:8]"."""
+        """The indices that a device holds, one slice for each segment: "[4:8] and
+        [0:2]".
+        """
         starts = self.starts[device].tolist()
-        parts = [
+        segment_texts = [
             self._segment_text(start, length)
             for start, length in zip(starts, self.lengths, strict=True)
         ]
-        return " and ".join(parts) or "nothing"
+        return " and ".join(segment_texts) or "nothing"
 
     def _segment_text(self, start: int, length: int) -> str:
+        """The indices of one segment as a slice: "[4:8]", or "[7:3:-1]"; "nothing" for
+        a hole. `start` is the index of its first element, and `length` the number of
+        its positions.
+        """
         if start == HOLE:
             return "nothing"
         last = start + (length - 1) * self.step
@@ -68,8 +75,11 @@ class Cuts:
         self.devices = devices
         # The cuts of arrays, by sharding, shape and the shape of a shard.
         self.by_sharding: dict[tuple[object, ...], list[Cut]] = {}
+        # Each cut, by its lengths, its step and the bytes of its starts.
         self._known: dict[object, Cut] = {}
+        # What `joined` returns, by the ids of both cuts.
         self._joined: dict[tuple[int, int], Cut | None] = {}
+        # What `terms` returns, by the id of the cut and the size of the dimension.
         self._terms: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
     def from_segments(
@@ -79,8 +89,8 @@ class Cuts:
         step: int = 1,
     ) -> Cut:
         """The cut with these segments, in its canonical form: neighbours that continue
-        each other on every device are one segment. `starts` and `step` are as in a
-        `Cut`.
+        each other on every device are one segment. `lengths`, `starts` (an array of
+        shape (devices, segments)) and `step` are as in a `Cut`.
         """
         starts = starts.astype(np.int64, copy=False)
         size = sum(lengths)
@@ -102,7 +112,7 @@ class Cuts:
             step=step,
             size=size,
             has_holes=bool((starts == HOLE).any()),
-            is_first=size == 1 and not starts.any(),
+            is_first_element=size == 1 and not starts.any(),
         )
         self._known[key] = cut
         return cut
@@ -158,51 +168,56 @@ class Cuts:
         lengths = np.diff(firsts, append=size)
         return self.from_segments(lengths.tolist(), indices[:, firsts], step)
 
-    def joined(self, first_cut: Cut, other: Cut) -> Cut | None:
+    def joined(self, first_cut: Cut, second_cut: Cut) -> Cut | None:
         """The cut of an operation's result whose two operands have these cuts. It has
-        holes where an operand has holes. `None` if a device holds different elements.
+        holes where an operand has holes. `None` if a device holds different elements of
+        the two at one position.
         """
-        if first_cut is other:
+        if first_cut is second_cut:
             return first_cut
-        key = (id(first_cut), id(other))
+        key = (id(first_cut), id(second_cut))
         if key not in self._joined:
-            self._joined[key] = self._join(first_cut, other)
+            self._joined[key] = self._join(first_cut, second_cut)
         return self._joined[key]
 
-    def _join(self, first_cut: Cut, other: Cut) -> Cut | None:
+    def _join(self, first_cut: Cut, second_cut: Cut) -> Cut | None:
         """As `joined`, for cuts that are not one object. Equal cuts are, so two of them
         without holes differ.
         """
-        if not first_cut.has_holes and not other.has_holes:
+        if not first_cut.has_holes and not second_cut.has_holes:
             return None
-        first = self.indices(first_cut)
-        second = self.indices(other)
-        has_both = (first != HOLE) & (second != HOLE)
-        if (first != second)[has_both].any():
+        first_indices = self.indices(first_cut)
+        second_indices = self.indices(second_cut)
+        have_both = (first_indices != HOLE) & (second_indices != HOLE)
+        if (first_indices != second_indices)[have_both].any():
             return None
-        indices = np.where(has_both, first, HOLE)
+        indices = np.where(have_both, first_indices, HOLE)
         return self.from_indices(indices)
 
     def window(self, cut: Cut, offsets: np.ndarray, size: int, stride: int = 1) -> Cut:
-        """The cut of every `stride`-th position from each device's offset."""
+        """The cut of a slice of a dimension that has the cut `cut`: of `size`
+        positions, at every `stride`-th from each device's offset. `offsets` holds a
+        position for each device.
+        """
         if len(cut.lengths) == 1:
             starts = cut.starts[:, 0]
-            moved = np.where(starts == HOLE, HOLE, starts + offsets * cut.step)
-            return self.from_starts(moved, size, cut.step * stride)
-        columns = offsets[:, None] + np.arange(size) * stride
-        indices = np.take_along_axis(self.indices(cut), columns, axis=1)
+            window_starts = np.where(starts == HOLE, HOLE, starts + offsets * cut.step)
+            return self.from_starts(window_starts, size, cut.step * stride)
+        positions = offsets[:, None] + np.arange(size) * stride
+        indices = np.take_along_axis(self.indices(cut), positions, axis=1)
         return self.from_indices(indices)
 
     def concatenated(self, cuts: Sequence[Cut]) -> Cut:
-        """The cuts side by side."""
+        """The cut of dimensions with these cuts, put side by side."""
         steps = {cut.step for cut in cuts if cut.size > 1}
         if len(steps) > 1:
-            rows = [self.indices(cut) for cut in cuts]
-            indices = np.concatenate(rows, axis=1)
+            index_arrays = [self.indices(cut) for cut in cuts]
+            indices = np.concatenate(index_arrays, axis=1)
             return self.from_indices(indices)
 
         starts = np.concatenate([cut.starts for cut in cuts], axis=1)
         if not steps:
+            # Each cut has one position at most, so its starts are its indices.
             return self.from_indices(starts)
         lengths: list[int] = []
         for cut in cuts:
@@ -211,20 +226,23 @@ class Cuts:
 
     def split(self, cut: Cut, size: int, whole_size: int | None) -> "Split":
         """The cuts of the two dimensions, the inner one of `size`, into which a reshape
-        splits a dimension. Holes
-        beyond a dimension of `whole_size` are given the indices that continue those of
-        the elements. Raises `Unjudged` if there is no such sum.
+        splits a dimension that has the cut `cut`. Each index is the sum of an outer and
+        an inner one, as in a `Split`; raises `Unjudged` if there are no such sums.
+
+        `whole_size` is the size of the value's dimension; `None` if it is not known.
+        Holes beyond it are given the indices that continue those of the elements, and
+        the split is overflowing.
         """
-        count = cut.size // size
+        outer_size = cut.size // size
         if len(cut.lengths) == 1 and not cut.has_holes:
-            outer = self.from_starts(cut.starts[:, 0], count, cut.step * size)
+            outer = self.from_starts(cut.starts[:, 0], outer_size, cut.step * size)
             inner = self.from_starts(np.zeros(self.devices, np.int64), size, cut.step)
             return Split(outer, inner, is_overflowing=False)
         indices = self.indices(cut)
-        continued = _continued(indices, cut.step, whole_size)
-        squares = continued.reshape(self.devices, count, size)
-        is_overflowing = bool((continued != indices).any())
-        return self._in_two(squares, cut.step, is_overflowing)
+        continued_indices = _continued(indices, cut.step, whole_size)
+        indices_by_outer = continued_indices.reshape(self.devices, outer_size, size)
+        is_overflowing = bool((continued_indices != indices).any())
+        return self._in_two(indices_by_outer, cut.step, is_overflowing)
 
     def exchanged(
         self,
@@ -232,9 +250,10 @@ class Cuts:
         senders: np.ndarray,
         whole_size: int | None,
     ) -> "Split":
-        """The cuts after each device received what its senders, an array (devices,
-        members), hold of a dimension of `whole_size`: those of the dimension that numbers
-        the senders, and of the dimension itself. Holes are as in `split`.
+        """The cuts after each device received what its senders hold of a dimension of
+        `whole_size` that has the cut `cut`: those of the dimension that numbers the
+        senders, and of the dimension itself. `senders` is an array of shape (devices,
+        senders of each). Holes are as in `split`.
         """
         if len(cut.lengths) == 1 and not cut.has_holes:
             outer = self.from_indices(cut.starts[:, 0][senders])
@@ -242,31 +261,37 @@ class Cuts:
             inner = self.from_starts(zeros, cut.size, cut.step)
             return Split(outer, inner, is_overflowing=False)
         indices = self.indices(cut)
-        continued = _continued(indices, cut.step, whole_size)
-        is_overflowing = bool((continued != indices).any())
-        return self._in_two(continued[senders], cut.step, is_overflowing)
+        continued_indices = _continued(indices, cut.step, whole_size)
+        is_overflowing = bool((continued_indices != indices).any())
+        return self._in_two(continued_indices[senders], cut.step, is_overflowing)
 
-    def _in_two(self, squares: np.ndarray, step: int, is_overflowing: bool) -> "Split":
-        """The cuts of two dimensions whose elements have these indices, an array
-        (devices, outer, inner). `step` is the distance between neighbours, if they are.
+    def _in_two(
+        self,
+        indices_by_outer: np.ndarray,
+        step: int,
+        is_overflowing: bool,
+    ) -> "Split":
+        """The cuts of two dimensions, from the indices of their elements: an array of
+        shape (devices, outer, inner). Each index becomes the sum of an outer and an
+        inner one. `step` is the distance between the indices of two inner neighbours.
         """
-        _, count, size = squares.shape
-        outer_indices = np.full((self.devices, count), HOLE)
-        inner_indices = np.full((self.devices, size), HOLE)
-        for device, square in enumerate(squares):
-            is_element = square != HOLE
+        _, outer_size, inner_size = indices_by_outer.shape
+        outer_indices = np.full((self.devices, outer_size), HOLE)
+        inner_indices = np.full((self.devices, inner_size), HOLE)
+        for device, device_indices in enumerate(indices_by_outer):
+            is_element = device_indices != HOLE
             rows = np.flatnonzero(is_element.any(axis=1))
             columns = np.flatnonzero(is_element.any(axis=0))
             if not len(rows):
                 # A device that holds nothing has no row, and its columns may be any.
-                inner_indices[device] = np.arange(size) * step
+                inner_indices[device] = np.arange(inner_size) * step
                 continue
-            first_row = square[rows[0], columns]
-            first_column = square[rows, columns[0]]
-            offset = columns[0] * step
-            outer_indices[device, rows] = first_column - offset
-            inner_indices[device, columns] = first_row - first_row[0] + offset
-        if (_sums(outer_indices, inner_indices) != squares).any():
+            first_row = device_indices[rows[0], columns]
+            first_column = device_indices[rows, columns[0]]
+            first_inner = columns[0] * step
+            outer_indices[device, rows] = first_column - first_inner
+            inner_indices[device, columns] = first_row - first_row[0] + first_inner
+        if (_sums(outer_indices, inner_indices) != indices_by_outer).any():
             raise Unjudged("a reshape of a dimension in pieces")
         outer = self.from_indices(outer_indices)
         inner = self.from_indices(inner_indices)
@@ -279,8 +304,9 @@ class Cuts:
         return self.from_indices(np.where(is_within, indices, HOLE))
 
     def merged(self, outer: Cut, inner: Cut) -> Cut:
-        """The cut of the dimension into which a reshape merges two of one dimension of
-        the value. Raises `Unjudged` if they do not continue each other.
+        """The cut of the dimension into which a reshape merges an outer and an inner
+        dimension, whose indices add up to that of one dimension of the value. Raises
+        `Unjudged` if they do not continue each other.
         """
         size = outer.size * inner.size
         is_simple = len(outer.lengths) == len(inner.lengths) == 1
@@ -320,21 +346,22 @@ class Cuts:
 
     def _terms_of(self, cut: Cut, size: int) -> tuple[int, ...] | None:
         """As `terms`, for a cut that is not whole."""
-        # Devices that hold the same, as bit masks, with one device of each mask.
-        masks: dict[bytes, int] = {}
-        devices: dict[bytes, int] = {}
+        # A part is known by its starts, as bytes. Its devices are a bit mask, and one
+        # of them stands for all.
+        mask_by_part: dict[bytes, int] = {}
+        device_by_part: dict[bytes, int] = {}
         for device in range(self.devices):
             part = cut.starts[device].tobytes()
-            masks[part] = masks.get(part, 0) | 1 << device
-            devices.setdefault(part, device)
+            mask_by_part[part] = mask_by_part.get(part, 0) | 1 << device
+            device_by_part.setdefault(part, device)
 
         runs: list[_Run] = []
         terms: list[int] = []
-        for part, device in devices.items():
+        for part, device in device_by_part.items():
             device_runs = _runs(cut, device)
             if device_runs:
                 runs += device_runs
-                terms.append(masks[part])
+                terms.append(mask_by_part[part])
         _require_each_once(runs, abs(cut.step), size)
 
         everywhere = (1 << self.devices) - 1
@@ -359,21 +386,23 @@ def _sums(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
 
 
 def _continued(indices: np.ndarray, step: int, size: int | None) -> np.ndarray:
-    """The indices of a dimension of `size`, an array (devices, positions), with those
-    that continue the elements of a device in the place of holes, where they are beyond
-    the dimension. Holes stay if its size is not known.
+    """The indices that a device holds of a dimension of `size`, an array of shape
+    (devices, positions), after holes beyond the dimension are replaced: `[6, 7, HOLE]`
+    of a dimension of 8 is `[6, 7, 8]`. This needs elements that are neighbours at the
+    distance `step`. Holes stay if the size is `None`, which is not known.
     """
     if size is None:
         return indices
     continued = indices.copy()
-    steps = np.arange(indices.shape[1]) * step
+    distances = np.arange(indices.shape[1]) * step
     for row in continued:
-        shifts = (row - steps)[row != HOLE]
-        if len(shifts) and (shifts == shifts[0]).all():
-            places = steps + shifts[0]
-            is_beyond = (places < 0) | (places >= size)
+        # The index that position 0 has or would have, by each element.
+        first_indices = (row - distances)[row != HOLE]
+        if len(first_indices) and (first_indices == first_indices[0]).all():
+            continued_row = distances + first_indices[0]
+            is_beyond = (continued_row < 0) | (continued_row >= size)
             is_replaced = (row == HOLE) & is_beyond
-            row[is_replaced] = places[is_replaced]
+            row[is_replaced] = continued_row[is_replaced]
     return continued
 
 
@@ -388,7 +417,10 @@ class _Run(NamedTuple):
 
 
 def _runs(cut: Cut, device: int) -> list[_Run]:
-    """What the segments of a cut hold on a device."""
+    """The elements that each segment of a cut holds on a device, as runs. Elements at
+    the distance `step` are neighbours: with the step 2, the indices 5, 7 and 9 are the
+    run with the offset 1 from 2 to 5.
+    """
     step = abs(cut.step)
     runs = []
     starts = cut.starts[device].tolist()
@@ -406,30 +438,32 @@ def _runs(cut: Cut, device: int) -> list[_Run]:
 
 
 def _require_each_once(runs: Sequence[_Run], step: int, size: int) -> None:
-    """Raises `Unjudged` unless the runs hold each position of a dimension of `size`
-    once.
+    """Raises `Unjudged` unless the runs of all devices together hold each index of a
+    dimension of `size` once. `step` is the distance of neighbours in a run.
     """
-    count = min(step, size)
-    if count > MOST_WRITTEN:
+    offset_count = min(step, size)
+    if offset_count > MOST_WRITTEN:
         raise Unjudged("a sum over elements that are too far apart")
 
-    stops = dict.fromkeys(range(count), 0)
+    stop_by_offset = dict.fromkeys(range(offset_count), 0)
     for run in sorted(runs):
         if run.offset >= size or run.stop > _length(run.offset, step, size):
             raise Unjudged("a sum over positions beyond the dimension")
-        if run.start < stops[run.offset]:
+        if run.start < stop_by_offset[run.offset]:
             raise Unjudged("a sum over parts that overlap")
-        if run.start > stops[run.offset]:
+        if run.start > stop_by_offset[run.offset]:
             raise Unjudged("a sum over parts that do not cover the dimension")
-        stops[run.offset] = run.stop
+        stop_by_offset[run.offset] = run.stop
 
-    for offset, stop in stops.items():
+    for offset, stop in stop_by_offset.items():
         if stop < _length(offset, step, size):
             raise Unjudged("a sum over parts that do not cover the dimension")
 
 
 def _length(offset: int, step: int, size: int) -> int:
-    """How many positions of a dimension have this offset."""
+    """How many indices of a dimension of `size` have this offset: `offset`, `offset +
+    step`, ...
+    """
     return -(-(size - offset) // step)
 
 
@@ -439,21 +473,24 @@ def _merged(
     step: int,
 ) -> tuple[list[int], np.ndarray]:
     """Segments as `Cuts.from_segments` takes them, without empty ones, and with
-    neighbours that continue each other on every device as one.
+    neighbours that continue each other on every device as one. Returns the lengths and
+    the starts.
     """
     merged: list[int] = []
-    columns: list[int] = []
+    kept_columns: list[int] = []
     for column, length in enumerate(lengths):
         if not length:
             continue
         if merged:
-            before = starts[:, columns[-1]]
-            now = starts[:, column]
-            follows = (before != HOLE) & (now == before + merged[-1] * step)
-            are_holes = (before == HOLE) & (now == HOLE)
+            starts_before = starts[:, kept_columns[-1]]
+            starts_here = starts[:, column]
+            follows = (starts_before != HOLE) & (
+                starts_here == starts_before + merged[-1] * step
+            )
+            are_holes = (starts_before == HOLE) & (starts_here == HOLE)
             if (follows | are_holes).all():
                 merged[-1] += length
                 continue
         merged.append(length)
-        columns.append(column)
-    return merged, np.ascontiguousarray(starts[:, columns])
+        kept_columns.append(column)
+    return merged, np.ascontiguousarray(starts[:, kept_columns])

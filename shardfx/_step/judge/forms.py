@@ -128,39 +128,41 @@ def sizes_of(instruction: Instruction) -> tuple[str, ...]:
 
 def computation_text(module: HloModule, name: str) -> str:
     """The text of a computation without the names of its instructions, so that equal
-    computations have equal texts.
+    computations have equal texts. Operands are given by their place in the computation.
     """
     rows = []
-    places: dict[str, int] = {}
+    place_by_name: dict[str, int] = {}
     for instruction in module.computations[name].values():
-        places[instruction.name] = len(places)
-        operands = ",".join(str(places[operand]) for operand in instruction.operands)
+        place_by_name[instruction.name] = len(place_by_name)
+        operands = ",".join(
+            str(place_by_name[operand]) for operand in instruction.operands
+        )
         inside = instruction.inside if not instruction.operands else ""
         types = "+".join(array.dtype for array in arrays_in(instruction.result))
-        called = "".join(
+        called_texts = "".join(
             computation_text(module, callee) for _, callee in instruction.called
         )
-        row = (instruction.opcode, types, operands, inside, called)
+        row = (instruction.opcode, types, operands, inside, called_texts)
         rows.append(f"{row}{meaning_of(instruction)}{instruction.is_root}")
     return ";".join(rows)
 
 
 def reducer_of(module: HloModule, instruction: Instruction) -> str:
-    """The opcode of the computation with which an instruction reduces, such as "add";
-    "" if it is no single operation of its two parameters.
+    """The opcode of the computation that an instruction calls to reduce, such as "add";
+    "" if that is no single operation of its two parameters.
     """
-    name = _TO_APPLY.search(text_of(instruction))
-    computation = module.computations.get(name[1]) if name else None
+    called_name = _TO_APPLY.search(text_of(instruction))
+    computation = module.computations.get(called_name[1]) if called_name else None
     if computation is None:
         return ""
     root = root_of(computation)
     while root.opcode == "copy":
         root = computation[root.operands[0]]
     operands = [computation[operand] for operand in root.operands]
-    parameters = sorted(
+    parameter_numbers = sorted(
         operand.inside for operand in operands if operand.opcode == "parameter"
     )
-    if parameters != ["0", "1"]:
+    if parameter_numbers != ["0", "1"]:
         return ""
     return root.opcode if root.opcode in _REDUCERS else ""
 
@@ -187,8 +189,9 @@ def form_of(
     shape: tuple[int, ...],
     module: HloModule,
 ) -> Form | View:
-    """The form of an operation on operands with these views, whose result has the shape
-    `shape`. A view for an operation that only views its operand.
+    """The form of an operation, whose operands have these views and whose result has
+    the shape `shape`. A view of operand 0 for an operation that moves no element into
+    another value, such as a transpose.
     """
     opcode = instruction.opcode
     if opcode in ("copy", "bitcast-convert-type") or _is_constraint(instruction):
@@ -283,8 +286,9 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
 
 
 def elementwise_key(parts: Sequence[object]) -> tuple[object, ...]:
-    """The key of an elementwise operation, from its opcode and its other parts. Of
-    operands that may be exchanged, the partitioner's clean-up takes both orders for one.
+    """The key of an elementwise operation from its parts: the opcode, the attributes,
+    the type, and the views of its operands. Views of operands that may be exchanged are
+    sorted, since the partitioner's clean-up takes both orders for one.
     """
     if parts[0] not in _COMMUTATIVE:
         return tuple(parts)
@@ -310,20 +314,21 @@ def _pattern_of(
     operand_dims: tuple[tuple[int | None, ...], ...],
     rank: int,
 ) -> _Pattern:
-    """How operands meet whose dimensions follow `operand_dims`, in a result of `rank`
-    dimensions.
+    """How operands meet in a result of `rank` dimensions. `operand_dims` are the dims
+    of each operand's view. A dimension of the result is kept if an operand changes
+    along it.
     """
     # Scalars, such as predicates, change along no dimension.
     rows = [dims if len(dims) == rank else (None,) * rank for dims in operand_dims]
     columns = list(zip(*rows, strict=True))
-    filled = tuple(
+    kept = tuple(
         dim for dim, column in enumerate(columns) if column.count(None) < len(column)
     )
-    places = {position: place for place, position in enumerate(filled)}
+    place_of_kept = {position: place for place, position in enumerate(kept)}
     return _Pattern(
-        rows=tuple(tuple(row[dim] for dim in filled) for row in rows),
-        dims=tuple(places.get(dim) for dim in range(rank)),
-        kept=filled,
+        rows=tuple(tuple(row[dim] for dim in kept) for row in rows),
+        dims=tuple(place_of_kept.get(dim) for dim in range(rank)),
+        kept=kept,
     )
 
 
@@ -352,14 +357,16 @@ def dot_dims(instruction: Instruction, ranks: tuple[int, int]) -> DotDims:
 def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
     """As `dot_dims`, from the text of the product's attributes."""
     attributes = _attributes(text)
-    lists = {name: _numbers_in(attributes.get(name, "")) for name in _DOT_ATTRIBUTES}
+    dims_by_attribute = {
+        name: _numbers_in(attributes.get(name, "")) for name in _DOT_ATTRIBUTES
+    }
     contracted = (
-        lists["lhs_contracting_dims"],
-        lists["rhs_contracting_dims"],
+        dims_by_attribute["lhs_contracting_dims"],
+        dims_by_attribute["rhs_contracting_dims"],
     )
     batch = (
-        lists["lhs_batch_dims"],
-        lists["rhs_batch_dims"],
+        dims_by_attribute["lhs_batch_dims"],
+        dims_by_attribute["rhs_batch_dims"],
     )
     free = tuple(
         tuple(dim for dim in range(rank) if dim not in contracted_dims + batch_dims)
@@ -375,38 +382,48 @@ def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
 
 
 def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
-    """The form of a product."""
-    first, other = views
-    dims = dot_dims(instruction, (len(first.dims), len(other.dims)))
-    follows = [
-        first.dims[first_dim] is not None or other.dims[right] is not None
-        for first_dim, right in dims.batch
+    """The form of a product. A dimension of the result is followed if that of the
+    operand is, or one of both for a batch dimension.
+    """
+    first, second = views
+    dims = dot_dims(instruction, (len(first.dims), len(second.dims)))
+    are_followed = [
+        first.dims[first_dim] is not None or second.dims[second_dim] is not None
+        for first_dim, second_dim in dims.batch
     ]
-    follows += [first.dims[dim] is not None for dim in dims.free[0]]
-    follows += [other.dims[dim] is not None for dim in dims.free[1]]
-    places = tuple(place if is_real else None for place, is_real in enumerate(follows))
-    key = ("dot", meaning_of(instruction), first, other)
-    return Form(key, places, tuple(range(len(follows))))
+    are_followed += [first.dims[dim] is not None for dim in dims.free[0]]
+    are_followed += [second.dims[dim] is not None for dim in dims.free[1]]
+    result_dims = tuple(
+        place if is_followed else None for place, is_followed in enumerate(are_followed)
+    )
+    key = ("dot", meaning_of(instruction), first, second)
+    return Form(key, result_dims, tuple(range(len(are_followed))))
 
 
 def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) -> Form:
-    """The form of a reduction of one array. Operands with the same function, or the
-    same operation, are reduced alike.
+    """The form of a reduction of one array. Its key has the text of the function with
+    which it reduces: equal functions are one.
     """
-    over = numbers(instruction, "dimensions")
-    rest = [
-        dim for dim_number, dim in enumerate(views[0].dims) if dim_number not in over
+    reduced_dims = numbers(instruction, "dimensions")
+    remaining_dims = [
+        dim
+        for dim_number, dim in enumerate(views[0].dims)
+        if dim_number not in reduced_dims
     ]
     reducer = reducer_of(module, instruction) or computation_text(
         module, dict(instruction.called)["to_apply"]
     )
-    places = tuple(place if dim is not None else None for place, dim in enumerate(rest))
-    key = ("reduce", over, reducer, *views)
-    return Form(key, places, tuple(range(len(rest))))
+    result_dims = tuple(
+        place if dim is not None else None for place, dim in enumerate(remaining_dims)
+    )
+    key = ("reduce", reduced_dims, reducer, *views)
+    return Form(key, result_dims, tuple(range(len(remaining_dims))))
 
 
 def squeezed(view: View, shape: Sequence[int]) -> View:
-    """The view without dimensions of size 1: nothing changes along them."""
+    """The view of an array of this shape without its dimensions of size 1, which become
+    `None`: nothing changes along them.
+    """
     if 1 not in shape:
         return view
     dims = tuple(

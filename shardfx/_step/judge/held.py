@@ -79,8 +79,9 @@ class Held:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """All that an operation on it depends on, but for the number of the value. It
-        identifies known numbers by their array, and cannot be used for idioms.
+        """All that an operation on it depends on, except the number of the value, as a
+        key for `Memory`. It identifies known numbers by the id of their array, and
+        cannot be used for idioms.
         """
         return (
             self.shape,
@@ -135,7 +136,9 @@ class Held:
 
     @property
     def fill_number(self) -> Number | None:
-        """The number in holes; `None` if it is not known, or not the same in all holes."""
+        """The number in all holes; `None` if it is not known, or not the same in
+        all.
+        """
         return None if isinstance(self.fill, Fills) else self.fill
 
     @property
@@ -151,15 +154,17 @@ class Held:
 
 
 class Faulty(NamedTuple):
-    """A result that hangs on something wrong: the number of the refutation."""
+    """A result that hangs on something wrong: the refutation's index in the record's
+    `faults`.
+    """
 
-    number: int
+    fault_number: int
 
 
 class Unknown(NamedTuple):
-    """A result that is not judged: the number of the cause."""
+    """A result that is not judged: the cause's index in the record's `causes`."""
 
-    cause: int
+    cause_number: int
 
 
 # What an instruction returns.
@@ -177,6 +182,9 @@ class Memory:
         self._operands: list[Sequence[Held]] = []
 
     def result(self, key: tuple[object, ...]) -> Held | None:
+        """What the rule returned for an equal operation on operands that lie alike;
+        `None` for the first.
+        """
         return self._results.get(key)
 
     def add(
@@ -185,6 +193,9 @@ class Memory:
         operands: Sequence[Held],
         result: Held,
     ) -> None:
+        """Keeps what a rule returned. `key` holds the operation and the layouts of its
+        operands; the operands stay alive with it.
+        """
         self._results[key] = result
         self._operands.append(operands)
 
@@ -217,21 +228,24 @@ def view_of(held: Held) -> View:
     holds the first element counts as one along which nothing changes.
     """
     dims = [
-        None if axis is None or axis.cut.is_first else axis.dim for axis in held.axes
+        None if axis is None or axis.cut.is_first_element else axis.dim
+        for axis in held.axes
     ]
     return View(held.root, tuple(dims))
 
 
 def permuted(operand: Held, order: Sequence[int]) -> Held:
-    """The same with its dimensions in another order."""
-    table = operand.known_numbers
-    if table is not None:
-        table = table.transpose(0, *(1 + dim for dim in order))
+    """The operand with its dimensions in another order: dimension `i` of the result is
+    dimension `order[i]` of the operand.
+    """
+    known_numbers = operand.known_numbers
+    if known_numbers is not None:
+        known_numbers = known_numbers.transpose(0, *(1 + dim for dim in order))
     return dataclasses.replace(
         operand,
         shape=tuple(operand.shape[dim] for dim in order),
         axes=tuple(operand.axes[dim] for dim in order),
-        known_numbers=table,
+        known_numbers=known_numbers,
     )
 
 
@@ -257,8 +271,8 @@ def with_all_axes(held: Held) -> Held:
 
 
 def _keeps_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
-    """Whether an axis of dimension `dim` of the value, in dimension `place` of the
-    array, keeps the axes in the order of the value's dimensions.
+    """Whether the axes of an array stay in the order of the value's dimensions, if
+    dimension `place` of the array gets an axis along dimension `dim` of the value.
     """
     before = [axis.dim for axis in axes[:place] if axis is not None]
     after = [axis.dim for axis in axes[place + 1 :] if axis is not None]
@@ -268,8 +282,9 @@ def _keeps_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
 
 
 def require_finished(held: Held, what: str) -> None:
-    """Raises `Wrong` for an operand that is an unfinished sum, where the operation
-    needs the whole, and `Unjudged` for one that may be.
+    """Raises `Wrong` for an operand that is an unfinished sum, where an operation needs
+    the whole, and `Unjudged` for one that may be. `what` names the operation in the
+    text: "pad".
     """
     if held.known_numbers is not None and not held.known_numbers.any():
         # A sum of zeros is zero, finished or not.
@@ -308,9 +323,11 @@ def product_of_terms(
     everywhere: int,
     *sums: tuple[int, ...] | None,
 ) -> tuple[int, ...] | None:
-    """The terms of a product of sums, of which each is given by its terms: each pair of
-    terms is a term, and is on the devices that have both. `None` if each device has the
-    whole product. Raises `Wrong` if no device has both of a pair.
+    """The terms of a product of sums. Each sum is given by its terms, as in
+    `Held.terms`: for each term, the devices that have it, as a bit mask. Each pair of
+    terms is a term of the product, and is on the devices that have both. `None` if each
+    device has the whole product. Raises `Wrong` if no device has both of a pair.
+    `everywhere` is the bit mask of all devices.
     """
     product = {everywhere}
     for terms in sums:

@@ -20,7 +20,9 @@ def form_in(
     operands: Sequence[Held],
     shape: tuple[int, ...],
 ) -> Form:
-    """The form of an operation of the program of one device."""
+    """The form of an operation of the program of one device, whose result has the shape
+    `shape` there.
+    """
     views = [view_of(operand) for operand in operands]
     form = form_of(instruction, views, shape, context.module)
     assert isinstance(form, Form)
@@ -39,25 +41,25 @@ def remembered(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    number: int,
+    value_number: int,
     rule: Callable[[], Held],
 ) -> Held:
-    """The result of an operation that makes a value of the whole program, by its rule.
-    The rule is asked once for equal operations, operands that lie alike, and values of
-    equal operations and sizes.
+    """The result of an operation that makes the value `value_number` of the whole
+    program, by its rule. The rule is asked once for equal operations, operands that lie
+    alike, and values of equal operations and sizes.
     """
     if any(operand.idiom is not None for operand in operands):
         return rule()
     key = (
         *operation_of(context, instruction),
-        context.values.nodes[number].likeness,
+        context.values.nodes[value_number].likeness,
         *[operand.layout for operand in operands],
     )
     held = context.memory.result(key)
     if held is not None:
-        return held.of_value(number)
+        return held.of_value(value_number)
     held = rule()
-    if held.root == number and held.idiom is None:
+    if held.root == value_number and held.idiom is None:
         context.memory.add(key, operands, held)
     return held
 
@@ -82,13 +84,13 @@ def joined_cut(
         if joined is None:
             joined = axis.cut
             continue
-        both = context.cuts.joined(joined, axis.cut)
-        if both is None:
+        next_cut = context.cuts.joined(joined, axis.cut)
+        if next_cut is None:
             if max(len(joined.lengths), len(axis.cut.lengths)) > 1:
                 # A shard that is put together of pieces may be read in two ways.
                 raise Unjudged(f"{what} of pieces that lie differently")
             raise disagreement(what, place, joined, axis.cut)
-        joined = both
+        joined = next_cut
     return joined
 
 
@@ -132,20 +134,23 @@ def is_zero(held: Held) -> bool:
 
 
 def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
-    """Whether a reduction by `reducer` is the same with and without this number."""
+    """Whether a reduction by the opcode `reducer`, of numbers of the type `dtype`
+    ("f32"), is the same with and without this number. `None` is a number that is not
+    known.
+    """
     if number is None:
         return False
     if reducer in ("add", "or", "xor"):
         return number == 0
     if reducer == "multiply":
         return number == 1
-    bits = int(re.sub(r"\D", "", dtype) or 1)
+    bit_count = int(re.sub(r"\D", "", dtype) or 1)
     if dtype == "pred":
         lowest, highest = 0, 1
     elif dtype.startswith("u"):
-        lowest, highest = 0, 2**bits - 1
+        lowest, highest = 0, 2**bit_count - 1
     elif dtype.startswith("s"):
-        lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        lowest, highest = -(2 ** (bit_count - 1)), 2 ** (bit_count - 1) - 1
     else:
         lowest, highest = -math.inf, math.inf
     if reducer == "maximum":
@@ -157,7 +162,7 @@ def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
     if dtype == "pred":
         return number == 1
     # All bits of -1 are ones, as those of the largest number without a sign.
-    return number in (-1, 2**bits - 1)
+    return number in (-1, 2**bit_count - 1)
 
 
 def is_empty(held: Held, devices: int) -> np.ndarray:
@@ -170,7 +175,7 @@ def is_empty(held: Held, devices: int) -> np.ndarray:
 
 
 def without(context: Context, cut: Cut, devices: np.ndarray) -> Cut:
-    """The cut with holes only on some devices, a mask."""
+    """The cut with holes only on the devices that the mask `devices` chooses."""
     if not devices.any():
         return cut
     starts = np.where(devices[:, None], HOLE, cut.starts)
@@ -183,9 +188,9 @@ def common_axis(
     place: int,
     used: Sequence[np.ndarray],
 ) -> Axis | None:
-    """The axis that pieces of one value have in common in a dimension beside that in
-    which they are joined. `used` says which devices use which piece. Raises `Unjudged`
-    if a device uses pieces that lie differently.
+    """The axis that pieces of one value have in common in a dimension `place` beside
+    that in which they are joined. `used` has a mask of devices for each piece: those
+    that use it. Raises `Unjudged` if a device uses pieces that lie differently.
     """
     axes = [piece.axes[place] for piece in pieces]
     first = axes[0]
@@ -195,12 +200,12 @@ def common_axis(
     if len(dims) > 1 or first is None:
         raise Unjudged("pieces that lie differently")
     indices = np.full((context.devices, pieces[0].shape[place]), HOLE)
-    is_set = np.zeros(context.devices, bool)
-    for axis, are_used in zip(axes, used, strict=True):
+    is_device_set = np.zeros(context.devices, bool)
+    for axis, uses_piece in zip(axes, used, strict=True):
         assert axis is not None
         held_indices = context.cuts.indices(axis.cut)
-        if (held_indices != indices)[are_used & is_set].any():
+        if (held_indices != indices)[uses_piece & is_device_set].any():
             raise Unjudged("pieces that lie differently")
-        indices[are_used] = held_indices[are_used]
-        is_set |= are_used
+        indices[uses_piece] = held_indices[uses_piece]
+        is_device_set |= uses_piece
     return Axis(first.dim, context.cuts.from_indices(indices))

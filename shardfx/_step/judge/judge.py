@@ -107,10 +107,10 @@ class Judge:
     """Goes through a partitioned program once.
 
     - `is_foreign`: whether the program is of another run than the whole program.
-    - `is_sharded_as_step`: whether its arguments lie as those of the whole program, by number;
-      `None` if its text says how they lie.
+    - `is_sharded_as_step`: whether its arguments lie as those of the whole program, by
+      number; `None` if its text says how they lie.
     - `record`: what is wrong and what is not judged.
-    - `reached`: the numbers of the faults on which results hang.
+    - `reached_faults`: the numbers of the faults on which results of the program hang.
     """
 
     def __init__(
@@ -125,9 +125,14 @@ class Judge:
         self.is_sharded_as_step = is_sharded_as_step
         self.module = module
         self.whole_program = whole_program
-        self.context = Context(module, whole_program, Cuts(module.partitions), Memory())
+        self.context = Context(
+            module=module,
+            whole_program=whole_program,
+            cuts=Cuts(module.partitions),
+            memory=Memory(),
+        )
         self.record = Record(module)
-        self.reached: set[int] = set()
+        self.reached_faults: set[int] = set()
         self.loops = Loops(self.context, self.run, self.record)
 
     def verdict(self) -> Verdict:
@@ -136,10 +141,10 @@ class Judge:
         result = self.run(self.module.entry, arguments)
         leaves = list(leaves_of(result))
         is_proved = self.are_results_right(leaves)
-        sizes = self._bytes_by_operation()
-        states = self.record.states
-        judged_names = [name for name, cause in states.items() if cause is None]
-        reached_numbers = sorted(self.reached)
+        bytes_by_operation = self._bytes_by_operation()
+        cause_numbers = self.record.states
+        judged_names = [name for name, cause in cause_numbers.items() if cause is None]
+        reached_numbers = sorted(self.reached_faults)
         refutations = tuple(self.record.faults[number] for number in reached_numbers)
         outcome: Outcome = "not judged"
         if refutations:
@@ -149,22 +154,26 @@ class Judge:
         return Verdict(
             outcome=outcome,
             refutations=refutations,
-            unjudged=self._unjudged(sizes),
-            operations=len(states),
+            unjudged=self._unjudged(bytes_by_operation),
+            operations=len(cause_numbers),
             judged_operations=len(judged_names),
-            bytes=sum(sizes.values()),
-            judged_bytes=sum(sizes[name] for name in judged_names),
+            bytes=sum(bytes_by_operation.values()),
+            judged_bytes=sum(bytes_by_operation[name] for name in judged_names),
         )
 
     def _unjudged(
         self,
-        sizes: Mapping[OperationName, int],
+        bytes_by_operation: Mapping[OperationName, int],
     ) -> tuple[UnjudgedOperation, ...]:
-        """The operations that no rule follows, those with most bytes first."""
+        """The operations that no rule follows, those with most bytes first.
+        `bytes_by_operation` holds the bytes of each operation's results. The bytes of
+        an operation are those of all operations that are not judged because of it.
+        """
         bytes_by_cause: dict[int, int] = {}
-        for name, cause in self.record.states.items():
-            if cause is not None:
-                bytes_by_cause[cause] = bytes_by_cause.get(cause, 0) + sizes[name]
+        for name, cause_number in self.record.states.items():
+            if cause_number is not None:
+                bytes_before = bytes_by_cause.get(cause_number, 0)
+                bytes_by_cause[cause_number] = bytes_before + bytes_by_operation[name]
 
         operations: list[UnjudgedOperation] = []
         for number, cause in enumerate(self.record.causes):
@@ -183,15 +192,17 @@ class Judge:
         return tuple(operations)
 
     def _bytes_by_operation(self) -> dict[OperationName, int]:
-        """The bytes of the results of each operation."""
-        sizes: dict[OperationName, int] = {}
+        """The bytes of the results of each operation; 0 for operations that only name
+        arrays, such as parameters and tuples.
+        """
+        bytes_by_operation: dict[OperationName, int] = {}
         for computation, name in self.record.states:
             instruction = self.module.computations[computation][name]
-            total = 0
+            result_bytes = 0
             if instruction.opcode not in _FREE:
-                total = _bytes_of(instruction.result)
-            sizes[computation, name] = total
-        return sizes
+                result_bytes = _bytes_of(instruction.result)
+            bytes_by_operation[computation, name] = result_bytes
+        return bytes_by_operation
 
     # Arguments and results.
 
@@ -214,58 +225,62 @@ class Judge:
         return [results[number] for number in range(len(results))]
 
     def argument(self, number: int, instruction: Instruction) -> Result:
-        """What devices hold of argument `number`, as its sharding in the whole program
-        says.
+        """What devices hold of argument `number`, whose parameter is `instruction`, as
+        its sharding in the whole program says.
         """
         key = (self.module.entry, instruction.name)
         array = self.whole_program.parameters.get(number)
         if array is None:
             return self.record.unknown(key, instruction, "an argument that is no array")
-        shape = arrays_in(instruction.result)[0].shape
-        whole = self.whole_program.values.nodes[array.view.root].instruction
-        assert whole is not None
-        (sharding,) = shardings_in(whole.attributes) or ("",)
+        shard_shape = arrays_in(instruction.result)[0].shape
+        whole_parameter = self.whole_program.values.nodes[array.view.root].instruction
+        assert whole_parameter is not None
+        (sharding,) = shardings_in(whole_parameter.attributes) or ("",)
         try:
-            cuts = axes_of(self.context.cuts, sharding, array.shape, shape)
+            cuts = axes_of(self.context.cuts, sharding, array.shape, shard_shape)
             if self.is_foreign:
                 self._require_cuts(number, instruction, array, cuts)
         except Unjudged as error:
             return self.record.unknown(key, instruction, str(error))
         self.record.judged(key)
-        return held_of(array, shape, cuts)
+        return held_of(array, shard_shape, cuts)
 
     def _require_cuts(
         self,
         number: int,
         instruction: Instruction,
         array: Global,
-        cuts: Sequence[Cut],
+        step_cuts: Sequence[Cut],
     ) -> None:
-        """Raises `Unjudged` if an argument of a foreign program lies otherwise than in
-        the whole program, or does not say how.
+        """Raises `Unjudged` if argument `number` of a foreign program lies otherwise
+        than in the whole program, where `step_cuts` are those of its dimensions, or
+        does not say how it lies. `instruction` is its parameter, and `array` the
+        argument of the whole program.
         """
         (sharding,) = shardings_in(instruction.attributes) or ("",)
-        flags = self.is_sharded_as_step or ()
-        if not sharding and number < len(flags):
-            if not flags[number]:
+        are_sharded_as_step = self.is_sharded_as_step or ()
+        if not sharding and number < len(are_sharded_as_step):
+            if not are_sharded_as_step[number]:
                 raise Unjudged("an argument that lies otherwise than the step's")
             return
-        shape = arrays_in(instruction.result)[0].shape
-        cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shape)
+        shard_shape = arrays_in(instruction.result)[0].shape
+        cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shard_shape)
         if any(
-            cut is not other for cut, other in zip(cuts_of_program, cuts, strict=True)
+            cut is not step_cut
+            for cut, step_cut in zip(cuts_of_program, step_cuts, strict=True)
         ):
             raise Unjudged("an argument that lies otherwise than the step's")
 
     def are_results_right(self, leaves: Sequence[Result]) -> bool:
-        """Compares the results with those of the whole program, and with the shardings
-        that these have. Says whether all are right.
+        """Compares the results, whose arrays are `leaves`, with those of the whole
+        program and with their shardings. Notes what is wrong or not judged, and says
+        whether all are right.
         """
         arrays = self.whole_program.results
         root = root_of(self.module.computations[self.module.entry])
         for leaf in leaves:
             if isinstance(leaf, Faulty):
-                self.reached.add(leaf.number)
+                self.reached_faults.add(leaf.fault_number)
         if len(leaves) != len(arrays):
             # Which of them belong together is not known.
             reason = (
@@ -288,11 +303,13 @@ class Judge:
                 self.require_result(number, leaf, array, shardings[number])
             except Wrong as error:
                 maker = self._maker_of(root, number)
-                self.reached.add(self.record.fault(key, maker, error).number)
+                self.reached_faults.add(
+                    self.record.fault(key, maker, error).fault_number
+                )
             except Unjudged as error:
                 self.record.unknown((self.module.entry, root.name), root, str(error))
                 is_proved = False
-        return is_proved and not self.reached
+        return is_proved and not self.reached_faults
 
     def _maker_of(self, root: Instruction, number: int) -> Instruction:
         """The operation that makes result `number`, or the nearest one before it that
@@ -302,31 +319,34 @@ class Judge:
         maker = root
         if root.opcode == "tuple":
             maker = computation[root.operands[number]]
-        source = maker
-        while not self.module.frames(source) and source.operands:
-            source = computation[source.operands[0]]
-        return source if self.module.frames(source) else maker
+        ancestor = maker
+        while not self.module.frames(ancestor) and ancestor.operands:
+            ancestor = computation[ancestor.operands[0]]
+        return ancestor if self.module.frames(ancestor) else maker
 
     def _require_shards(self, root: Instruction, shardings: Sequence[str]) -> None:
-        """Refutes results whose arrays on one device are no shards of their shardings,
-        whether or not their elements are judged.
+        """Refutes results whose arrays on one device do not have the shape of a shard,
+        whether or not their elements are judged. `root` returns the results, and
+        `shardings` has the text of each one's sharding; "" if it has none.
         """
-        shapes = [array.shape for array in arrays_in(root.result)]
-        for number, (shape, array) in enumerate(
-            zip(shapes, self.whole_program.results, strict=True)
+        shard_shapes = [array.shape for array in arrays_in(root.result)]
+        for number, (shard_shape, array) in enumerate(
+            zip(shard_shapes, self.whole_program.results, strict=True)
         ):
             try:
-                axes_of(self.context.cuts, shardings[number], array.shape, shape)
+                axes_of(self.context.cuts, shardings[number], array.shape, shard_shape)
             except WrongShard:
                 error = Wrong(
                     f"result {number}: each device returns an array of the shape"
-                    f" {shape}, which is no shard of {array.shape} as its sharding says",
+                    f" {shard_shape}, which is no shard of {array.shape} as its sharding says",
                     "a shard of the result on each device",
                     "constrain the sharding of the arrays that this line reads",
                 )
                 key = (self.module.entry, f"{root.name}/{number}")
                 maker = self._maker_of(root, number)
-                self.reached.add(self.record.fault(key, maker, error).number)
+                self.reached_faults.add(
+                    self.record.fault(key, maker, error).fault_number
+                )
             except Unjudged:
                 # The comparison of the elements says why.
                 continue
@@ -342,51 +362,55 @@ class Judge:
         whole program, `array`, in the shards of its sharding, and `Unjudged` if that is
         not known.
         """
-        what = f"result {number}"
+        name = f"result {number}"
         if result.idiom is not None:
-            raise Unjudged(f"{what} is an unfinished lookup")
+            raise Unjudged(f"{name} is an unfinished lookup")
         held_array = expressed(self.context, result, array)
         if held_array is None or view_of(held_array) != required_view(
             held_array, array
         ):
-            raise Unjudged(f"{what} is not matched with the whole program's")
+            raise Unjudged(f"{name} is not matched with the whole program's")
         if not held_array.is_finished:
             if held_array.terms is not None:
                 raise Wrong(
-                    f"{what} is a sum that is not finished",
+                    f"{name} is a sum that is not finished",
                     "an all-reduce before it is returned",
                     "constrain the sharding of this result",
                 )
             raise Wrong(
-                f"{what} is {held_array.scale} times what it should be",
+                f"{name} is {held_array.scale} times what it should be",
                 "a reduction over the devices that hold different terms, and no others",
                 "constrain the sharding of this result",
             )
-        cuts = axes_of(self.context.cuts, sharding, array.shape, held_array.shape)
-        for place, (axis, cut) in enumerate(zip(held_array.axes, cuts, strict=True)):
+        required_cuts = axes_of(
+            self.context.cuts, sharding, array.shape, held_array.shape
+        )
+        for place, (axis, required_cut) in enumerate(
+            zip(held_array.axes, required_cuts, strict=True)
+        ):
             if axis is None:
                 if array.view.dims[place] is not None:
-                    raise Unjudged(f"{what} is not followed along dimension {place}")
+                    raise Unjudged(f"{name} is not followed along dimension {place}")
                 continue
-            if axis.cut is cut:
+            if axis.cut is required_cut:
                 continue
-            same = self.context.cuts.joined(axis.cut, cut)
-            if same is None and self.is_foreign:
-                raise Unjudged(f"{what} lies otherwise than in the whole program")
-            if same is None:
+            common_cut = self.context.cuts.joined(axis.cut, required_cut)
+            if common_cut is None and self.is_foreign:
+                raise Unjudged(f"{name} lies otherwise than in the whole program")
+            if common_cut is None:
                 device = next(
                     device
                     for device in range(self.context.devices)
-                    if axis.cut.text_on(device) != cut.text_on(device)
+                    if axis.cut.text_on(device) != required_cut.text_on(device)
                 )
                 raise Wrong(
-                    f"{what}, along dimension {place}: device {device} returns"
-                    f" {axis.cut.text_on(device)}, and its sharding says {cut.text_on(device)}",
-                    f"{cut.text_on(device)} on device {device}",
+                    f"{name}, along dimension {place}: device {device} returns"
+                    f" {axis.cut.text_on(device)}, and its sharding says {required_cut.text_on(device)}",
+                    f"{required_cut.text_on(device)} on device {device}",
                     "constrain the sharding of this result, and of what it is made of",
                 )
-            if same is not cut:
-                raise Unjudged(f"{what} has parts that are not followed")
+            if common_cut is not required_cut:
+                raise Unjudged(f"{name} has parts that are not followed")
 
     # Computations.
 
@@ -435,7 +459,7 @@ class Judge:
                 return each_result(instruction, leaf)
         for leaf in leaves:
             if isinstance(leaf, Unknown):
-                self.record.states[key] = leaf.cause
+                self.record.states[key] = leaf.cause_number
                 return each_result(instruction, leaf)
         held = [leaf for leaf in leaves if isinstance(leaf, Held)]
         try:
@@ -472,8 +496,8 @@ class Judge:
         operands: Sequence[Held],
         result: Result,
     ) -> None:
-        """Counts an operation on numbers of the step as not judged if the whole program
-        has no such operation.
+        """Notes an operation as not judged if its operands are values of the whole
+        program and its result is none. `key` is its name in the record.
         """
         for leaf in leaves_in([result]):
             if not isinstance(leaf, Held) or is_matched(self.context, leaf):
@@ -494,8 +518,11 @@ class Judge:
         instruction: Instruction,
         operands: Sequence[Result],
     ) -> Result:
-        """The result of a loop, a conditional, or the call of a computation."""
-        names = dict(instruction.called)
+        """The result of a loop, a conditional, or the call of a computation. `key` is
+        the name of the operation in the record. The body of a `shard_map` is judged as
+        a whole; operations of other computations one by one.
+        """
+        called_names = dict(instruction.called)
         try:
             if instruction.opcode == "while":
                 results = self.loops.loop(instruction, operands[0])
@@ -507,18 +534,18 @@ class Judge:
             return each_result(
                 instruction, self.record.unknown(key, instruction, str(error))
             )
-        name = names.get("calls") or names["to_apply"]
+        body_name = called_names.get("calls") or called_names["to_apply"]
         try:
             results = called_manually(
-                self.context, instruction, operands, name, self.run
+                self.context, instruction, operands, body_name, self.run
             )
         except Unjudged as error:
             cause = self.record.unknown(key, instruction, str(error))
-            self._note_body(name, cause)
+            self._note_body(body_name, cause)
             return each_result(instruction, cause)
         if results is None:
-            return self.run(name, operands)
-        self._note_body(name, None)
+            return self.run(body_name, operands)
+        self._note_body(body_name, None)
         return results
 
     def _note_body(self, name: str, cause: Unknown | None) -> None:
@@ -526,8 +553,8 @@ class Judge:
         cause they are not.
         """
         for instruction in self.module.computations[name].values():
-            number = None if cause is None else cause.cause
-            self.record.states[name, instruction.name] = number
+            cause_number = None if cause is None else cause.cause_number
+            self.record.states[name, instruction.name] = cause_number
 
     def conditional(
         self,
@@ -535,19 +562,21 @@ class Judge:
         instruction: Instruction,
         operands: Sequence[Result],
     ) -> Result:
-        """The result of a conditional."""
-        chosen = operands[0]
+        """The result of a conditional: operand 0 is the number of the branch, and the
+        others are what each branch takes. `key` is its name in the record.
+        """
+        branch_number = operands[0]
         branches = [
             list(leaves_of(self.run(name, [operand])))
             for (_, name), operand in zip(instruction.called, operands[1:], strict=True)
         ]
-        if isinstance(chosen, Unknown):
-            self.record.states[key] = chosen.cause
-            return each_result(instruction, chosen)
-        if not isinstance(chosen, Held) or not chosen.is_finished:
+        if isinstance(branch_number, Unknown):
+            self.record.states[key] = branch_number.cause_number
+            return each_result(instruction, branch_number)
+        if not isinstance(branch_number, Held) or not branch_number.is_finished:
             raise Unjudged("a conditional on something unfinished")
         results = [
-            branched(self.context, chosen, leaves)
+            branched(self.context, branch_number, leaves)
             for leaves in zip(*branches, strict=True)
         ]
         self.record.judged(key)

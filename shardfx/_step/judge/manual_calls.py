@@ -202,7 +202,9 @@ def _cuts_of_both(
         part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local_shape),
     )
     # Devices of one part have what is at the same distance from its start.
-    parts = np.array(context.values.parts.get(part.view.root, range(context.devices)))
+    parts = np.array(
+        context.values.parts_by_value.get(part.view.root, range(context.devices))
+    )
     for whole_cut, part_cut in zip(cuts.outside, cuts.part, strict=True):
         if whole_cut.has_holes or part_cut.has_holes:
             raise Unjudged("an uneven part of an array")
@@ -235,7 +237,7 @@ def own_collective(
         require_finished(operand, f"the body's own {instruction.opcode}")
         cuts = _cuts_after_collective(context, instruction, operand, groups, number)
         return held_result(context, form, instruction, shape, cuts, number)
-    parts = np.array(context.values.parts[operand.root])
+    parts = np.array(context.values.parts_by_value[operand.root])
     for members in groups:
         if (parts[members] != parts[members[:, :1]]).any():
             raise Unjudged(

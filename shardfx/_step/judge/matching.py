@@ -17,39 +17,40 @@ from .verdict import Unjudged, Wrong
 
 
 def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
-    """The number of the whole program's value with this form. Of several, which differ
-    in sizes alone, it is the one that has the instruction's name.
+    """The number of the whole program's value with this form; `None` if there is none.
+    Of several, which differ in sizes alone, it is the one that has the instruction's
+    name; `None` if that is not exactly one.
     """
     values = context.values
-    matches = [
-        number
-        for number in values.with_key(form.key)
-        if values.nodes[number].instruction is not None
+    value_numbers = [
+        value_number
+        for value_number in values.with_key(form.key)
+        if values.nodes[value_number].instruction is not None
     ]
-    if len(matches) == 1:
-        return matches[0]
+    if len(value_numbers) == 1:
+        return value_numbers[0]
     named = [
         candidate
-        for candidate in matches
+        for candidate in value_numbers
         if values.is_named(candidate, instruction.op_name)
     ]
     return named[0] if len(named) == 1 else None
 
 
 def candidates(context: Context, form: Form, instruction: Instruction) -> list[int]:
-    """The numbers of the values with this form, those with the instruction's name
-    first.
+    """The numbers of the whole program's values with this form, those with the
+    instruction's name first. They differ in sizes alone.
     """
     values = context.values
-    matches = [
-        number
-        for number in values.with_key(form.key)
-        if values.nodes[number].instruction is not None
+    value_numbers = [
+        value_number
+        for value_number in values.with_key(form.key)
+        if values.nodes[value_number].instruction is not None
     ]
-    if len(matches) < 2:
-        return matches
+    if len(value_numbers) < 2:
+        return value_numbers
     return sorted(
-        matches,
+        value_numbers,
         key=lambda candidate: not values.is_named(candidate, instruction.op_name),
     )
 
@@ -60,43 +61,51 @@ def held_result(
     instruction: Instruction,
     shape: tuple[int, ...],
     cuts: Sequence[Cut | None],
-    number: int | None = None,
+    value_number: int | None = None,
 ) -> Held:
-    """What devices hold of the result of an operation, whose dimensions have these
-    cuts: `None` for one along which nothing changes. `number` is that of its value; if
-    it is not given, it is looked up. If the whole program has no such operation, its
-    value is a new one, which is no result of the whole program.
+    """What devices hold of the result of an operation, from its form, its shape on one
+    device, and the cut of each dimension: `None` for one along which nothing changes.
+    `value_number` is that of its value; if it is `None`, it is looked up by the form.
+    If the whole program has no such operation, the value is a new one, which is no
+    result of the whole program.
     """
-    if number is None:
-        number = node_for(context, form, instruction)
-    if number is None:
-        sizes = tuple(_size(context, form, place) for place in form.kept)
-        node = Node(instruction.opcode, form.key, sizes, ("derived",))
-        number = context.values.number_of(node)
-    sizes_of_value = context.values.nodes[number].shape
+    if value_number is None:
+        value_number = node_for(context, form, instruction)
+    if value_number is None:
+        kept_sizes = tuple(_size(context, form, place) for place in form.kept)
+        node = Node(
+            opcode=instruction.opcode,
+            key=form.key,
+            shape=kept_sizes,
+            # No value of the whole program has this mark, so none is equal.
+            unkeyed_sizes=("derived",),
+        )
+        value_number = context.values.number_of(node)
+    value_shape = context.values.nodes[value_number].shape
     axes: list[Axis | None] = []
     for dim, cut, size in zip(form.dims, cuts, shape, strict=True):
-        if (
-            dim is not None
-            and cut is None
-            and sizes_of_value[dim] == size
-            and size != 1
-        ):
+        if dim is not None and cut is None and value_shape[dim] == size and size != 1:
             # Nothing changes along it, so its devices hold all of it.
             cut = context.cuts.whole(size)
         axes.append(None if dim is None or cut is None else Axis(dim, cut))
-    return Held(number, shape, tuple(axes))
+    return Held(value_number, shape, tuple(axes))
 
 
 def _size(context: Context, form: Form, place: int) -> int | None:
-    """The size of a dimension of an elementwise result, from its operands."""
-    dim = form.dims[place]
-    for part in form.key:
-        if isinstance(part, View) and dim is not None and dim < len(part.dims):
-            source = part.dims[dim]
-            shape = context.values.nodes[part.root].shape
-            if source is not None and source < len(shape):
-                return shape[source]
+    """The size in its value of dimension `place` of an elementwise result, from the
+    operands, whose views are in the form's key. `None` if no operand changes along it.
+    """
+    value_dim = form.dims[place]
+    for view in form.key:
+        if (
+            isinstance(view, View)
+            and value_dim is not None
+            and value_dim < len(view.dims)
+        ):
+            operand_dim = view.dims[value_dim]
+            shape = context.values.nodes[view.root].shape
+            if operand_dim is not None and operand_dim < len(shape):
+                return shape[operand_dim]
     return None
 
 
@@ -129,8 +138,8 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
 
 
 def _elements(context: Context, held: Held, array: Global) -> Held | None:
-    """As `expressed`, where `array` may lack dimensions of its value: `dropped_axes` has
-    them.
+    """As `expressed`, where `array` may lack dimensions of its value: the indices in
+    these are in `dropped_axes` of what is returned.
     """
     if held.root == array.view.root:
         return held if _fits(context, held, array) else None
@@ -139,41 +148,45 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         return _elements_of_twin(context, held, array)
     if node.result is None or len(array.shape) != len(held.axes):
         return None
-    value: Held | None = None
-    for number, operand in enumerate(node.operands):
+    joined: Held | None = None
+    for operand_number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
         held_operand = _elements(context, held, _beneath(context, array, operand))
         if held_operand is None:
             continue
-        moved = _remembered_move(context, held_operand, array, node, number)
+        moved = _remembered_move(context, held_operand, array, node, operand_number)
         if moved is None:
             continue
         if not moved.has_holes:
             return moved
         # The operands of a concatenation may be pieces of one value.
-        if value is None:
-            value = moved
-        elif value.dropped_axes == moved.dropped_axes:
-            value = _elements_of_either(context, value, moved)
-    return None if value is None else _filled(context, held, value)
+        if joined is None:
+            joined = moved
+        elif joined.dropped_axes == moved.dropped_axes:
+            joined = _elements_of_either(context, joined, moved)
+    return None if joined is None else _filled(context, held, joined)
 
 
 def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | None:
-    """As `_elements`, where devices hold elements of a twin of the array's value."""
-    source = context.values.twins_of(array.view.root).get(held.root)
-    if source is None:
+    """As `_elements`, where devices hold elements of a twin of the array's value: of
+    `-x`, where the array is `-x[1:]`. Asks which of the elements of `x` are in `x[1:]`.
+    """
+    twin_operand = context.values.twins_of(array.view.root).get(held.root)
+    if twin_operand is None:
         return None
     node = context.values.nodes[array.view.root]
-    (root,) = [
+    (operand_number,) = [
         part.root
         for part in node.key
         if isinstance(part, View) and any(dim is not None for dim in part.dims)
     ]
     # The twin has an element where its operand has one.
-    operand = dataclasses.replace(held.of_value(source), fill=None, known_numbers=None)
+    held_source = dataclasses.replace(
+        held.of_value(twin_operand), fill=None, known_numbers=None
+    )
     held_operand = _elements(
-        context, operand, Global(View(root, array.view.dims), array.shape)
+        context, held_source, Global(View(operand_number, array.view.dims), array.shape)
     )
     if held_operand is None:
         return None
@@ -184,25 +197,26 @@ def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | Non
 
 
 def _filled(context: Context, held: Held, held_array: Held) -> Held:
-    """What devices hold, seen as another array. The number in the holes is not known
-    where an element of `held` is none of that array.
+    """`held_array`, which is `held` seen as another array, with a fill that is certain:
+    it is `None` if a hole of `held_array` is where `held` has an element, which is then
+    no element of that array.
     """
     if held_array.fill is None:
         return held_array
-    for before, after in zip(held.axes, held_array.axes, strict=True):
-        if after is None or not after.cut.has_holes:
+    for axis_before, axis_after in zip(held.axes, held_array.axes, strict=True):
+        if axis_after is None or not axis_after.cut.has_holes:
             continue
-        are_holes = context.cuts.indices(after.cut) == HOLE
-        if before is not None:
-            are_holes &= context.cuts.indices(before.cut) != HOLE
-        if are_holes.any():
+        are_new_holes = context.cuts.indices(axis_after.cut) == HOLE
+        if axis_before is not None:
+            are_new_holes &= context.cuts.indices(axis_before.cut) != HOLE
+        if are_new_holes.any():
             return dataclasses.replace(held_array, fill=None)
     return held_array
 
 
 def _beneath(context: Context, array: Global, operand: Global) -> Global:
-    """An operand of the operation that makes `array`, with its dimensions in the order
-    of `array`.
+    """The operand of the operation that makes the value of `array`, viewed with its
+    dimensions in the order of `array`.
     """
     operand_dims = _dims_with_ones(context, operand)
     dims: list[int | None] = []
@@ -219,10 +233,10 @@ def _beneath(context: Context, array: Global, operand: Global) -> Global:
 
 class Match(NamedTuple):
     """A value of the whole program that an operation may compute: its number, and the
-    operands seen as those of its operation.
+    operation's operands, seen as the operands of the value.
     """
 
-    number: int
+    value_number: int
     operands: list[Held]
 
 
@@ -231,9 +245,9 @@ def matches_by_name(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> list[Match]:
-    """The values that operations of an instruction's kind and name make in the whole
-    program, each with the operands seen as its operands. Those come first whose
-    operands have all elements that the devices hold.
+    """The values that operations of an instruction's opcode and name make in the whole
+    program, each with the operands seen as operands of that operation. Matches come
+    first whose operands still have all elements that the devices hold.
     """
     matches: list[Match] = []
     partial_matches: list[Match] = []
@@ -261,13 +275,15 @@ def matches_by_name(
 
 
 def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
-    """The same as pieces of a padded array of the whole program, if there is one: its
-    padding is no hole then.
+    """The same elements as pieces of a padded array of the whole program, if there is
+    one: holes that are its padding are elements then.
     """
     if held.fill is None:
         return held
-    for number in context.values.with_name_of("pad", instruction.op_name, held.root):
-        array = context.values.nodes[number].result
+    for value_number in context.values.with_name_of(
+        "pad", instruction.op_name, held.root
+    ):
+        array = context.values.nodes[value_number].result
         held_array = None if array is None else expressed(context, held, array)
         if held_array is not None and held_array.fill == held.fill:
             return held_array
@@ -275,7 +291,9 @@ def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> He
 
 
 def _with_own_padding(context: Context, held: Held) -> Held:
-    """The same, where holes beside elements of a padded array are its own padding."""
+    """The same, where holes beside elements of a padded array are elements: its
+    padding, which has the number that the holes have.
+    """
     node = context.values.nodes[held.root]
     if held.root < 0 or node.opcode != "pad" or not node.operands:
         return held
@@ -299,27 +317,29 @@ def matched_operands(
     operands: Sequence[Held],
 ) -> list[Match]:
     """The values of the whole program that an operation may compute, with its operands
-    seen as the operands of each.
+    seen as the operands of each: those with the form of the operation, and if there are
+    none, those with its name.
     """
     shape = operands[0].shape
-    results = arrays_in(instruction.result)
-    if results:
-        shape = results[0].shape
+    result_arrays = arrays_in(instruction.result)
+    if result_arrays:
+        shape = result_arrays[0].shape
     form = form_in(context, instruction, operands, shape)
     if instruction.result.startswith("("):
         # The values of several results have their numbers in their keys.
         form = form._replace(key=(*form.key, 0))
     matches = [
-        Match(number, list(operands))
-        for number in candidates(context, form, instruction)
+        Match(value_number, list(operands))
+        for value_number in candidates(context, form, instruction)
     ]
     if matches:
         return matches
-    meaning = _without_views(form.key)
+    key_without_views = _without_views(form.key)
     return [
         match
         for match in matches_by_name(context, instruction, operands)
-        if _without_views(context.values.nodes[match.number].key) == meaning
+        if _without_views(context.values.nodes[match.value_number].key)
+        == key_without_views
     ]
 
 
@@ -329,8 +349,9 @@ def _without_views(key: tuple[object, ...]) -> list[object]:
 
 
 def are_same(expressed_operands: Sequence[Held], operands: Sequence[Held]) -> bool:
-    """Whether operands are seen as they are, so that a mismatch is a fault: an
-    operation of the same name may take other pieces of the same arrays.
+    """Whether operands are seen as elements of the values that they have themselves.
+    Only then is a mismatch a fault: an operation of the same name may take other pieces
+    of the same arrays.
     """
     return all(
         first.root == other.root
@@ -345,60 +366,72 @@ def judged_match(
     of_match: Callable[[Sequence[Held], int], Held],
 ) -> Held:
     """The result of an operation as the first value of the whole program with which
-    `of_match` judges it. Raises `Unjudged` if one is not judged or there is none, and
-    else `Wrong` if one is refuted whose operands these are.
+    `of_match` judges it: `of_match` takes the operands, seen as those of the value, and
+    the value's number. Raises `Unjudged` if one is not judged or there is none, and
+    else `Wrong` if one is refuted whose operands are these themselves.
     """
     reason: Unjudged | None = None
     fault: Wrong | None = None
-    for number, expressed_operands in matched_operands(context, instruction, operands):
+    for value_number, expressed_operands in matched_operands(
+        context, instruction, operands
+    ):
         try:
-            return of_match(expressed_operands, number)
+            return of_match(expressed_operands, value_number)
         except Unjudged as error:
             reason = error
         except Wrong as error:
             if are_same(expressed_operands, operands):
                 fault = error
-    none = f"no {instruction.opcode} of the whole program has these operands"
-    raise reason or fault or Unjudged(none)
+    no_match = f"no {instruction.opcode} of the whole program has these operands"
+    raise reason or fault or Unjudged(no_match)
 
 
 def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
-    """The dimensions of an array's value, those of size 1 included: they are in the
-    order of the value's in the array, whose view leaves them out.
+    """For each dimension of an array, the dimension of its value, those of size 1
+    included. The array's view has `None` for these. They are in the order of the
+    value's dimensions.
     """
     dims = list(array.view.dims)
     shape = context.values.nodes[array.view.root].shape
-    ones = [dim for dim, size in enumerate(shape) if size == 1 and dim not in dims]
+    missing_ones = [
+        dim for dim, size in enumerate(shape) if size == 1 and dim not in dims
+    ]
     for place, dim in enumerate(dims):
-        if dim is None and array.shape[place] == 1 and ones:
-            dims[place] = ones.pop(0)
+        if dim is None and array.shape[place] == 1 and missing_ones:
+            dims[place] = missing_ones.pop(0)
     return dims
 
 
-def _elements_of_either(context: Context, first_value: Held, other: Held) -> Held:
-    """The elements that either of two views of the same array has; those of the first
-    if they differ in several dimensions, since together they are no box then.
+def _elements_of_either(
+    context: Context,
+    first_value: Held,
+    second_value: Held,
+) -> Held:
+    """The elements that either of two views of the same array has. If they differ in
+    several dimensions, those of the first: the elements of both are no box then.
     """
     axes: list[Axis | None] = []
-    # In how many dimensions they differ.
-    differing = 0
-    for first, second in zip(first_value.axes, other.axes, strict=True):
+    differing_dims = 0
+    for first, second in zip(first_value.axes, second_value.axes, strict=True):
         if first == second or first is None or second is None:
             axes.append(first)
-            differing += first != second
+            differing_dims += first != second
             continue
-        differing += 1
-        mine, others = context.cuts.indices(first.cut), context.cuts.indices(second.cut)
-        cut = context.cuts.from_indices(np.where(mine == HOLE, others, mine))
+        differing_dims += 1
+        first_indices = context.cuts.indices(first.cut)
+        second_indices = context.cuts.indices(second.cut)
+        cut = context.cuts.from_indices(
+            np.where(first_indices == HOLE, second_indices, first_indices)
+        )
         axes.append(Axis(first.dim, cut))
-    if differing > 1:
+    if differing_dims > 1:
         return first_value
     return dataclasses.replace(first_value, axes=tuple(axes))
 
 
 def _fits(context: Context, held: Held, array: Global) -> bool:
-    """Whether the dimensions of what devices hold are those of an array of the same
-    value.
+    """Whether the dimensions of what devices hold of a value are the dimensions of
+    `array`, which has elements of the same value.
     """
     if len(held.axes) != len(array.shape):
         return False
@@ -420,16 +453,16 @@ def _remembered_move(
     held_operand: Held,
     array: Global,
     node: Node,
-    number: int,
+    operand_number: int,
 ) -> Held | None:
-    """As `_moved`, asked once for nodes of equal operations and sizes whose operands lie
-    alike.
+    """As `_moved`, asked once for nodes of equal operations and sizes whose operands
+    lie alike.
     """
-    operand_shape = context.values.nodes[node.operands[number].view.root].shape
+    operand_shape = context.values.nodes[node.operands[operand_number].view.root].shape
     padding = node.operands[1].view.root if node.opcode == "pad" else None
     key = (
         node.likeness,
-        number,
+        operand_number,
         operand_shape,
         padding,
         array.view.dims,
@@ -439,7 +472,7 @@ def _remembered_move(
     held = context.memory.result(key)
     if held is not None:
         return held.of_value(array.view.root)
-    held = _moved(context, held_operand, array, node, number)
+    held = _moved(context, held_operand, array, node, operand_number)
     if held is not None:
         context.memory.add(key, [held_operand], held)
     return held
@@ -450,33 +483,39 @@ def _moved(
     held_operand: Held,
     array: Global,
     node: Node,
-    number: int,
+    operand_number: int,
 ) -> Held | None:
-    """The elements of operand `number` of a node that moves elements, as elements of
-    its result; `None` if they cannot be followed. `held_operand` is what devices hold
-    of the operand, with its dimensions in the order of `array`, a view of the result.
+    """The elements of operand `operand_number` of a node that moves elements, as
+    elements of its result; `None` if they cannot be followed. `held_operand` is what
+    devices hold of the operand, with its dimensions in the order of `array`, a view of
+    the result. A node of these opcodes moves elements along its dimensions: slice, pad,
+    concatenate, reverse.
     """
-    operand = node.operands[number]
+    operand = node.operands[operand_number]
     operand_dims = _dims_with_ones(context, operand)
-    dropped_axes = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
+    dropped_cuts = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
     array_dims = _dims_with_ones(context, array)
     axes: list[Axis | None] = []
     for place, (dim, axis) in enumerate(
         zip(array_dims, held_operand.axes, strict=True)
     ):
         if dim is None:
-            if axis is not None and array.shape[place] == 1 and not axis.cut.is_first:
+            if (
+                axis is not None
+                and array.shape[place] == 1
+                and not axis.cut.is_first_element
+            ):
                 return None
             axes.append(None if array.shape[place] == 1 else axis)
             continue
-        move = MOVES_BY_OPCODE[node.opcode](context, node, number, dim)
+        move = MOVES_BY_OPCODE[node.opcode](context, node, operand_number, dim)
         if move is None:
             return None
         operand_dim = operand_dims[dim]
-        if axis is None and operand_dim in dropped_axes:
+        if axis is None and operand_dim in dropped_cuts:
             if held_operand.shape[place] != 1:
                 return None
-            axis = Axis(operand_dim, dropped_axes[operand_dim])
+            axis = Axis(operand_dim, dropped_cuts[operand_dim])
         if axis is None:
             is_repeated = operand_dim is None and node.opcode == "slice"
             is_all = move.is_same and operand.shape[dim] == array.shape[place]
@@ -491,14 +530,16 @@ def _moved(
             context, axis.cut, array.shape[place], held_operand.fill_number
         )
         axes.append(Axis(dim, cut))
-    kept = _moved_dropped_axes(context, held_operand, array_dims, node, number)
-    if kept is None:
+    moved_dropped_axes = _moved_dropped_axes(
+        context, held_operand, array_dims, node, operand_number
+    )
+    if moved_dropped_axes is None:
         return None
     return dataclasses.replace(
         held_operand,
         root=array.view.root,
         axes=tuple(axes),
-        dropped_axes=kept,
+        dropped_axes=moved_dropped_axes,
         fill=held_operand.fill_number,
         known_numbers=None,
     )
@@ -509,26 +550,27 @@ def _moved_dropped_axes(
     held_operand: Held,
     array_dims: Sequence[int | None],
     node: Node,
-    number: int,
+    operand_number: int,
 ) -> tuple[Axis, ...] | None:
-    """The indices in the dimensions of a node's result that an array lacks; `None` if
-    they are not of the elements of operand `number`.
+    """The axes of the dimensions that the result of a node has and `array_dims` lacks,
+    for the elements of operand `operand_number`; `None` if the operand has no element
+    there. `held_operand` is what devices hold of the operand.
     """
-    operand_dims = _dims_with_ones(context, node.operands[number])
-    dropped_axes = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
-    moved: list[Axis] = []
+    operand_dims = _dims_with_ones(context, node.operands[operand_number])
+    dropped_cuts = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
+    moved_axes: list[Axis] = []
     for dim, size in enumerate(node.shape):
         if dim in array_dims:
             continue
-        move = MOVES_BY_OPCODE[node.opcode](context, node, number, dim)
+        move = MOVES_BY_OPCODE[node.opcode](context, node, operand_number, dim)
         if move is None or size is None:
             return None
         operand_dim = operand_dims[dim]
         cut = context.cuts.whole(1)
-        if operand_dim in dropped_axes:
-            cut = dropped_axes[operand_dim]
+        if operand_dim in dropped_cuts:
+            cut = dropped_cuts[operand_dim]
         cut = move.applied(context, cut, size, None)
         if cut.has_holes:
             return None
-        moved.append(Axis(dim, cut))
-    return tuple(moved)
+        moved_axes.append(Axis(dim, cut))
+    return tuple(moved_axes)

@@ -203,7 +203,7 @@ def _cuts_of_updated(
         update_axis = update.axes[dim]
         if dim == along:
             if update_sizes[dim] != 1 or not (
-                update_axis is None or update_axis.cut.is_first
+                update_axis is None or update_axis.cut.is_first_element
             ):
                 return None
             cuts.append(None if axis is None else axis.cut)

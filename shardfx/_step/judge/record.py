@@ -39,6 +39,7 @@ class Record:
         self.faults: list[Refutation] = []
         self.causes: list[Cause] = []
         self.states: dict[OperationName, int | None] = {}
+        # The indices in `faults` and in `causes`, by operation.
         self._fault_numbers: dict[OperationName, int] = {}
         self._cause_numbers: dict[OperationName, int] = {}
 
@@ -52,7 +53,9 @@ class Record:
         instruction: Instruction,
         error: Wrong,
     ) -> Faulty:
-        """Notes that an operation is wrong."""
+        """Notes what is wrong with an operation, if it is its first fault, and returns
+        the result that stands for it.
+        """
         if name not in self._fault_numbers:
             self._fault_numbers[name] = len(self.faults)
             origin = origin_of(self.module.frames(instruction))
@@ -74,7 +77,9 @@ class Record:
         instruction: Instruction,
         reason: str,
     ) -> Unknown:
-        """Notes that no rule follows an operation."""
+        """Notes that no rule follows an operation, and why, if it is its first cause.
+        Returns the result that stands for it.
+        """
         if name not in self._cause_numbers:
             self._cause_numbers[name] = len(self.causes)
             self.causes.append(Cause(instruction, reason))
@@ -83,7 +88,9 @@ class Record:
         return Unknown(number)
 
     def failures_since(self, before: "Record") -> Failures:
-        """What was noted as wrong or not judged after `before` was copied."""
+        """How many operations were noted as wrong or not judged after `before` was
+        copied.
+        """
         causes = len(self.causes) - len(before.causes)
         faults = len(self.faults) - len(before.faults)
         return Failures(causes, faults)

@@ -18,8 +18,8 @@ Leaf: TypeAlias = Held | Failed
 
 
 def require_shapes(instruction: Instruction, result: Result) -> None:
-    """Raises `Unjudged` if the axes of a result do not fit the array of one device.
-    Every rule ends here.
+    """Raises `Unjudged` if a rule returned other arrays than the instruction has, by
+    their number, shape or axes. The result of every rule is checked here.
     """
     opcode = instruction.opcode
     arrays = arrays_in(instruction.result)
@@ -50,7 +50,9 @@ def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
 
 
 def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
-    """The array of the whole program, with its dimensions cut like this."""
+    """What devices hold of an array of the whole program, which has the shape `shape`
+    on one device and whose dimensions have these cuts.
+    """
     axes: list[Axis | None] = []
     for dim, cut in zip(array.view.dims, cuts, strict=True):
         if dim is None:
@@ -61,12 +63,14 @@ def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
 
 
 def required_view(held: Held, array: Global) -> View:
-    """The view that `held` has to have to be `array`."""
+    """The view that `held` has if it is `array`: as `view_of` makes it, dimensions of
+    size 1 in which each device holds the first element count as unchanging.
+    """
     dims: list[int | None] = []
     columns = zip(held.axes, array.view.dims, array.shape, strict=True)
     for axis, dim, size in columns:
-        is_first = axis is None or axis.cut.is_first
-        if is_first and size == 1:
+        is_first_element = axis is None or axis.cut.is_first_element
+        if is_first_element and size == 1:
             dims.append(None)
         else:
             dims.append(dim)
@@ -98,12 +102,14 @@ def each_result(instruction: Instruction, leaf: Failed) -> Result:
     return _tree(instruction.result, leaf)
 
 
-def _tree(result: str, leaf: Failed) -> Result:
-    """The same leaf for each array in the text of a result."""
-    if not result.startswith("("):
+def _tree(result_text: str, leaf: Failed) -> Result:
+    """The same leaf for each array in the text of a result, such as "(f32[2],
+    (s32[]))".
+    """
+    if not result_text.startswith("("):
         return leaf
     trees: list[Result] = []
-    for part in parts_of(result):
-        if part:
-            trees.append(_tree(part, leaf))
+    for part_text in parts_of(result_text):
+        if part_text:
+            trees.append(_tree(part_text, leaf))
     return tuple(trees)

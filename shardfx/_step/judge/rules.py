@@ -51,7 +51,9 @@ def applied(
         result = _idiom_step(context, instruction, operands)
         if result is not None:
             return result
-    is_of_part = any(operand.root in context.values.parts for operand in operands)
+    is_of_part = any(
+        operand.root in context.values.parts_by_value for operand in operands
+    )
     if is_of_part and opcode in KINDS:
         held = own_collective(context, instruction, operands)
         if held is not None:
@@ -83,8 +85,8 @@ def _idiom_step(
     operands: Sequence[Held],
 ) -> "Result | None":
     """The result of an operation with an unfinished idiom by the rule for it; `None` if
-    that is the rule of the operation. Raises `Unjudged` if the idiom does not go on like
-    this.
+    that is the rule of the operation. Raises `Unjudged` if the idiom does not go on
+    like this.
     """
     opcode = instruction.opcode
     idioms = [operand.idiom for operand in operands if operand.idiom is not None]

@@ -41,7 +41,8 @@ class Node:
 
     - `opcode`, `key`: the operation that makes it, and what identifies it.
     - `shape`: its shape.
-    - `exact`: sizes that the key leaves out, since they are others on one device.
+    - `unkeyed_sizes`: sizes that the key leaves out, since they are others on one
+      device.
     - `operands`: the arrays that the operation takes in the whole program.
     - `instruction`: the first instruction of the whole program that makes it; `None`
       for a value of the partitioned program alone.
@@ -53,7 +54,7 @@ class Node:
     opcode: str
     key: tuple[object, ...]
     shape: tuple[int | None, ...]
-    exact: tuple[object, ...] = ()
+    unkeyed_sizes: tuple[object, ...] = ()
     operands: tuple[Global, ...] = ()
     instruction: Instruction | None = None
     result: Global | None = None
@@ -81,9 +82,9 @@ _MOST_FACTORS = 4
 
 
 class _Factor(NamedTuple):
-    """A value and the constant by which it is multiplied."""
+    """The number of a value, and the constant by which it is multiplied."""
 
-    number: int
+    value_number: int
     factor: float
 
 
@@ -164,34 +165,43 @@ class Values:
 
     def __init__(self):
         self.nodes: list[Node] = []
+        # The numbers of values (their indices in `nodes`) by key.
         self._by_key: dict[tuple[object, ...], list[int]] = {}
+        # The numbers by opcode and name of the operation, in order.
         self._by_name: dict[tuple[str, str], dict[int, None]] = {}
-        # The same, by the values of which the first operand has elements.
+        # The same, by the number of a value of which the first operand has elements.
         self._by_source: dict[tuple[str, str], dict[int, list[int]]] = {}
+        # What `sources_of` and `twins_of` return, by the number of the value.
         self._sources: dict[int, tuple[int, ...]] = {}
         self._twins: dict[int, Mapping[int, int]] = {}
+        # The number of each operation with its sizes.
         self._likenesses: dict[tuple[object, ...], int] = {}
-        # The numbers of scalars that follow from constants, by value.
+        # What the scalars are that follow from constants, by the number of the value.
         self._scalars: dict[int, float] = {}
         self.loops: list[Loop] = []
         self.manual_calls: list[ManualCall] = []
         # The names of the bodies of `shard_map`s whose axes are all manual.
         self.manual_bodies: set[str] = set()
-        # The calls of the others by name, and what their results are parts of.
+        # The calls of the others, by the name of the body; and for each result of such
+        # a body, the arrays outside of which it is a part.
         self.partly_manual_calls: dict[str, list[PartlyManualCall]] = {}
         self.partly_manual_results: dict[Global, set[PartlyManual]] = {}
-        # For each value of such a body, the part that each device has.
-        self.parts: dict[int, tuple[int, ...]] = {}
+        # For each value of such a body, by its number, the number of the part that each
+        # device has.
+        self.parts_by_value: dict[int, tuple[int, ...]] = {}
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
         self.reshapes: dict[View, dict[ViewReshape, str]] = {}
 
     def number_of(self, node: Node, op_name: str = "") -> int:
-        """The number of a value; new if no equal value of this shape is known."""
+        """The number of a value; new if no equal value of this shape is known.
+        `op_name` is the name of an operation that makes it, in the text of the whole
+        program.
+        """
         numbers_of_key = self._by_key.setdefault(node.key, [])
         for number in numbers_of_key:
             other = self.nodes[number]
-            if other.shape == node.shape and other.exact == node.exact:
+            if other.shape == node.shape and other.unkeyed_sizes == node.unkeyed_sizes:
                 self._name(other, number, op_name)
                 return number
         number = len(self.nodes)
@@ -205,12 +215,14 @@ class Values:
         return number
 
     def _likeness_of(self, node: Node) -> int:
-        """The number of a node's operation and sizes."""
-        text = "" if node.instruction is None else nameless_text(node.instruction)
-        operands = tuple(
+        """A number for the operation of a node with its sizes: equal for the nodes of
+        equal layers, whatever values their operands are.
+        """
+        attributes = "" if node.instruction is None else nameless_text(node.instruction)
+        operand_views = tuple(
             (operand.view.dims, operand.shape) for operand in node.operands
         )
-        key = (node.opcode, text, node.shape, operands)
+        key = (node.opcode, attributes, node.shape, operand_views)
         return self._likenesses.setdefault(key, len(self._likenesses))
 
     def _name(self, node: Node, number: int, op_name: str) -> None:
@@ -220,33 +232,36 @@ class Values:
             self._by_source.pop((node.opcode, op_name), None)
 
     def scalar_like(self, dtype: str, scalar: float) -> int | None:
-        """The value of the whole program that is this number up to rounding, where it
-        computes a scalar from constants: compilers compute it themselves.
+        """The number of a value of the whole program that is computed from constants
+        and is this scalar of the type `dtype`, up to rounding. `None` if there is none.
+        Compilers compute such values themselves.
         """
         error = ROUNDING.get(dtype)
         if error is None:
             return None
-        for number, factor in self._scalars.items():
+        for number, value_scalar in self._scalars.items():
             instruction = self.nodes[number].instruction
             if instruction is None or instruction.opcode == "constant":
                 continue
             if arrays_in(instruction.result)[0].dtype != dtype:
                 continue
-            if math.isclose(factor, scalar, rel_tol=error):
+            if math.isclose(value_scalar, scalar, rel_tol=error):
                 return number
         return None
 
     def factors_of(self, number: int) -> dict[int, float]:
-        """For each value of which a value is a multiple by constants, the factor."""
+        """The values of which a value is a multiple by constants: for the number of
+        each, the factor. For `v = 2 * (3 * u)`, it is 2 for `3 * u` and 6 for `u`.
+        """
         factors: dict[int, float] = {}
-        total = 1.0
+        product = 1.0
         for _ in range(_MOST_FACTORS):
             step = self._factor_of(self.nodes[number])
             if step is None:
                 break
-            total *= step.factor
-            number = step.number
-            factors[number] = total
+            product *= step.factor
+            number = step.value_number
+            factors[number] = product
         return factors
 
     def _factor_of(self, node: Node) -> "_Factor | None":
@@ -255,17 +270,17 @@ class Values:
         """
         if node.opcode not in ("multiply", "divide") or len(node.operands) != 2:
             return None
-        first, second = node.operands
-        factor = self._scalars.get(second.view.root)
+        multiplied, constant = node.operands
+        factor = self._scalars.get(constant.view.root)
         if factor is None and node.opcode == "multiply":
-            first, second = second, first
-            factor = self._scalars.get(second.view.root)
+            multiplied, constant = constant, multiplied
+            factor = self._scalars.get(constant.view.root)
         # A transposed operand is another view of its value.
-        if not factor or first.view.dims != tuple(range(len(node.shape))):
+        if not factor or multiplied.view.dims != tuple(range(len(node.shape))):
             return None
         if node.opcode == "divide":
             factor = 1 / factor
-        return _Factor(number=first.view.root, factor=factor)
+        return _Factor(value_number=multiplied.view.root, factor=factor)
 
     def reshapes_of(self, view: View, op_name: str) -> list[ViewReshape]:
         """The reshapes of the whole program that only view this value, those of this
@@ -279,13 +294,13 @@ class Values:
         return self._by_key.get(key, [])
 
     def with_name(self, opcode: str, op_name: str) -> list[int]:
-        """The values that operations of this kind and name make."""
+        """The numbers of the values that operations of this opcode and name make."""
         return list(self._by_name.get((opcode, op_name), ()))
 
     def with_name_of(self, opcode: str, op_name: str, source: int) -> list[int]:
-        """The values that operations of this kind and name make, whose first operand
-        has elements of the value `source`. A program of many equal layers has many
-        operations of one name.
+        """The numbers of the values that operations of this opcode and name make, whose
+        first operand has elements of the value with the number `source`. A program of
+        many equal layers has many operations of one name.
         """
         key = (opcode, op_name)
         if key not in self._by_source:
@@ -298,27 +313,28 @@ class Values:
         return self._by_source[key].get(source, [])
 
     def sources_of(self, number: int) -> tuple[int, ...]:
-        """The values of which a value has elements, by operations that only move them,
-        or as a twin; the value itself is the first.
+        """The numbers of the values whose elements a value has: those from which a
+        slice, pad, concatenation or reverse takes them, and its twins. The value itself
+        is the first.
         """
         sources = self._sources.get(number)
         if sources is None:
             node = self.nodes[number]
-            roots = {number: None}
+            source_numbers = {number: None}
             if node.opcode in MOVES:
                 for operand in node.operands:
-                    roots |= dict.fromkeys(self.sources_of(operand.view.root))
+                    source_numbers |= dict.fromkeys(self.sources_of(operand.view.root))
             else:
-                roots |= dict.fromkeys(self.twins_of(number))
-            sources = tuple(roots)
+                source_numbers |= dict.fromkeys(self.twins_of(number))
+            sources = tuple(source_numbers)
             self._sources[number] = sources
         return sources
 
     def twins_of(self, number: int) -> Mapping[int, int]:
-        """The values that the operation of a value makes of an array of which its
-        operand has elements, such as `-x` for `-x[1:]`, each with the number of that
-        array. The value has the elements of each twin. Operations on each element have
-        twins, if their other operands are scalars.
+        """The twins of a value that an elementwise operation makes. If its operand
+        `x[1:]` has elements of `x`, then `-x` is a twin of `-x[1:]`: the value has
+        elements of its twin. Maps the number of each twin to the number of its own
+        operand, here `x`. Other operands of the operation have to be scalars.
         """
         twins = self._twins.get(number)
         if twins is None:
@@ -327,27 +343,30 @@ class Values:
         return twins
 
     def _twins_of_node(self, node: Node) -> dict[int, int]:
-        """As `twins_of`, asked once for each value."""
+        """As `twins_of`, asked once for each value. A node's key holds its opcode and
+        the views of its operands.
+        """
         twins: dict[int, int] = {}
         if node.opcode not in ELEMENTWISE or not node.shape:
             return twins
         dims = tuple(range(len(node.shape)))
-        places = [
+        # Where the key holds an operand that is no scalar.
+        array_places = [
             place
             for place, part in enumerate(node.key)
             if isinstance(part, View) and any(dim is not None for dim in part.dims)
         ]
-        if len(places) != 1:
+        if len(array_places) != 1:
             return twins
-        (place,) = places
-        view = node.key[place]
+        (array_place,) = array_places
+        view = node.key[array_place]
         assert isinstance(view, View)
         if view.dims != dims:
             return twins
         for source in self.sources_of(view.root)[1:]:
-            key = list(node.key)
-            key[place] = View(source, dims)
-            for twin in self.with_key(elementwise_key(key)):
+            twin_key = list(node.key)
+            twin_key[array_place] = View(source, dims)
+            for twin in self.with_key(elementwise_key(twin_key)):
                 if len(self.nodes[twin].shape) == len(dims):
                     twins[twin] = source
         return twins
@@ -359,7 +378,9 @@ class Values:
 
 
 def scalar_constant(node: Node) -> float | None:
-    """The number of a scalar constant of the whole program; `None` for others."""
+    """The number of a scalar constant of the whole program; `None` for other values.
+    True is 1.
+    """
     if node.opcode != "constant" or node.shape or node.instruction is None:
         return None
     text = node.instruction.inside.strip()
@@ -370,16 +391,18 @@ def scalar_constant(node: Node) -> float | None:
 
 
 def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
-    """The number of a scalar that follows from constants; `None` for others."""
+    """The number of a scalar that follows from constants; `None` for others. `scalars`
+    holds the numbers of those before it, by value.
+    """
     if node.opcode == "constant":
         return scalar_constant(node)
     compute = _FOLDED.get(node.opcode)
     # Values of the partitioned program alone have no operands.
     if compute is None or not node.operands:
         return None
-    numbers = [scalars.get(operand.view.root) for operand in node.operands]
-    constants = [number for number in numbers if number is not None]
-    if len(constants) != len(numbers):
+    operand_scalars = [scalars.get(operand.view.root) for operand in node.operands]
+    constants = [number for number in operand_scalars if number is not None]
+    if len(constants) != len(operand_scalars):
         return None
     try:
         return float(compute(*constants))
@@ -388,8 +411,8 @@ def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
 
 
 def unordered(view: View) -> View:
-    """A view without dimensions of size 1 and broadcast ones, for reshapes that only
-    add or drop such.
+    """A view without the dimensions along which nothing changes, to find reshapes that
+    only add or drop such.
     """
     return View(view.root, without_none(view.dims))
 
@@ -402,19 +425,21 @@ def conditional_key(chosen: View, views: Sequence[View]) -> tuple[object, ...]:
 
 
 def unchanged(module: HloModule, body: str, count: int) -> set[int]:
-    """The places of a loop's state that each turn leaves as they are."""
+    """The places of a loop's state, of `count` arrays, that the computation `body`
+    returns as it takes them.
+    """
     computation = module.computations[body]
     root = root_of(computation)
     if root.opcode != "tuple" or len(root.operands) != count:
         return set()
-    same = set()
+    unchanged_places = set()
     for place, name in enumerate(root.operands):
         element = computation[name]
         if index_of(element) != place:
             continue
         if computation[element.operands[0]].opcode == "parameter":
-            same.add(place)
-    return same
+            unchanged_places.add(place)
+    return unchanged_places
 
 
 def without_none(dims: Sequence[int | None]) -> tuple[int, ...]:
@@ -426,8 +451,12 @@ def groups_of_reshape(
     before: Sequence[int],
     after: Sequence[int],
 ) -> list[tuple[list[int], list[int]]]:
-    """The smallest groups of dimensions with equal products. A dimension of size 1 is a
-    group of its own.
+    """The groups of dimensions that a reshape from the sizes `before` to the sizes
+    `after` merges and splits: pairs of dimensions before and after it with equal
+    products of sizes, as small as possible. A dimension of size 1 is a group of its
+    own.
+
+        (6, 4) -> (2, 3, 4): [([0], [0, 1]), ([1], [2])]
     """
     groups: list[tuple[list[int], list[int]]] = []
     groups += [([dim], []) for dim, size in enumerate(before) if size == 1]
@@ -436,13 +465,14 @@ def groups_of_reshape(
     targets = [dim for dim, size in enumerate(after) if size != 1]
     while sources and targets:
         group = ([sources.pop(0)], [targets.pop(0)])
-        before_size, right = before[group[0][0]], after[group[1][0]]
-        while before_size != right:
-            if before_size < right:
+        before_size = before[group[0][0]]
+        after_size = after[group[1][0]]
+        while before_size != after_size:
+            if before_size < after_size:
                 group[0].append(sources.pop(0))
                 before_size *= before[group[0][-1]]
             else:
                 group[1].append(targets.pop(0))
-                right *= after[group[1][-1]]
+                after_size *= after[group[1][-1]]
         groups.append(group)
     return groups

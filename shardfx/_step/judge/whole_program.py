@@ -61,7 +61,7 @@ def read_whole(module: HloModule) -> WholeProgram:
     for instruction in entry.values():
         if instruction.opcode == "parameter" and not instruction.result.startswith("("):
             number = int(instruction.inside)
-            parameters[number] = reader.named(("parameter", number), instruction)
+            parameters[number] = reader.array_of_key(("parameter", number), instruction)
     arguments = [parameters.get(number) for number in range(len(parameters))]
     result = reader.run(module.entry, arguments)
     results = tuple(_leaves(result))
@@ -89,26 +89,29 @@ class _Reader:
     def __init__(self, module: HloModule):
         self.module = module
         self.values = Values()
-        # What the bodies of `shard_map`s take and return, on one device.
-        self.shards: dict[Global, Shards] = {}
-        # What bodies take that are manual in some axes only.
-        self.parts: dict[Global, PartlyManual] = {}
+        # For what the body of a `shard_map` takes on one device, the array outside.
+        self.outside_of_shard: dict[Global, Shards] = {}
+        # The same for bodies that are manual in some axes only.
+        self.outside_of_part: dict[Global, PartlyManual] = {}
+        # Which result of which call an array of one device is.
         self.manual_results: dict[Global, _ManualResult] = {}
 
-    def named(
+    def array_of_key(
         self,
         key: tuple[object, ...],
         instruction: Instruction,
         shape: tuple[int, ...] | None = None,
         operands: tuple[Global, ...] = (),
     ) -> Global:
-        """The array of a value that is no expression of others."""
+        """The array of a value that is no expression of others, identified by `key`.
+        Its shape is that of the instruction's result if `shape` is `None`.
+        """
         shape = shape_of(instruction.result) if shape is None else shape
         dims = tuple(range(len(shape)))
         form = Form(key, dims, dims)
-        return self.array(form, instruction, shape, operands)
+        return self.array_of_form(form, instruction, shape, operands)
 
-    def array(
+    def array_of_form(
         self,
         form: Form,
         instruction: Instruction,
@@ -116,14 +119,14 @@ class _Reader:
         operands: tuple[Global, ...],
     ) -> Global:
         """The array that an instruction of this form makes of `operands`. Its value is
-        noted with the sizes that the form leaves out.
+        numbered, and noted with the sizes that the form leaves out.
         """
-        sizes = tuple(shape[position] for position in form.kept)
+        kept_sizes = tuple(shape[position] for position in form.kept)
         node = Node(
             opcode=instruction.opcode,
             key=form.key,
-            shape=sizes,
-            exact=_exact(instruction, operands),
+            shape=kept_sizes,
+            unkeyed_sizes=_unkeyed_sizes(instruction, operands),
             operands=operands,
             instruction=instruction,
         )
@@ -135,24 +138,22 @@ class _Reader:
         return array
 
     def run(self, name: str, arguments: "Sequence[GlobalTree | None]") -> GlobalTree:
-        """The result of a computation for these arguments; `None` for one that is no
-        array.
+        """The result of the computation `name` for these arguments; an argument of
+        `None` is no array.
         """
-        arrays: dict[str, GlobalTree] = {}
+        results: dict[str, GlobalTree] = {}
         for instruction in self.module.computations[name].values():
             if instruction.opcode == "parameter":
                 argument = arguments[int(instruction.inside)]
-                array = (
-                    self.unread(instruction.result) if argument is None else argument
-                )
+                tree = self.unread(instruction.result) if argument is None else argument
             else:
-                operands = [arrays[operand] for operand in instruction.operands]
-                array = self.between_shards(instruction, operands, name)
-                if array is None:
-                    array = self.result(instruction, operands)
-            arrays[instruction.name] = array
+                operands = [results[operand] for operand in instruction.operands]
+                tree = self.between_shards(instruction, operands, name)
+                if tree is None:
+                    tree = self.result(instruction, operands)
+            results[instruction.name] = tree
             if instruction.is_root:
-                return array
+                return tree
         raise AssertionError(f"computation {name} has no root")
 
     def unread(self, result: str) -> GlobalTree:
@@ -171,21 +172,23 @@ class _Reader:
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
-            whole = operands[0]
-            number = index_of(instruction)
-            assert number is not None
-            if isinstance(whole, Global):
-                return self.named(("element", whole.view, number), instruction)
-            return whole[number]
+            tuple_operand = operands[0]
+            element_number = index_of(instruction)
+            assert element_number is not None
+            if isinstance(tuple_operand, Global):
+                return self.array_of_key(
+                    ("element", tuple_operand.view, element_number), instruction
+                )
+            return tuple_operand[element_number]
         if opcode in ("opt-barrier", "optimization-barrier"):
             return operands[0] if len(operands) == 1 else tuple(operands)
         if opcode in ("call", "fusion", "map"):
-            called = dict(instruction.called)
-            name = called.get("calls") or called["to_apply"]
-            manual_results = self.manual_call(instruction, operands, name)
+            called_names = dict(instruction.called)
+            body_name = called_names.get("calls") or called_names["to_apply"]
+            manual_results = self.manual_call(instruction, operands, body_name)
             if manual_results is not None:
                 return manual_results
-            return self.run(name, operands)
+            return self.run(body_name, operands)
         if manual.is_out_of_shards(instruction):
             array = self.out_of_shards(instruction, operands[0])
             if array is not None:
@@ -194,7 +197,7 @@ class _Reader:
             return self.loop(instruction, operands[0])
         if opcode == "conditional":
             return self.conditional(instruction, operands)
-        arrays = [array for operand in operands for array in _leaves(operand)]
+        arrays = [array for tree in operands for array in _leaves(tree)]
         return self.operation(instruction, arrays)
 
     def operation(
@@ -217,12 +220,12 @@ class _Reader:
         if isinstance(form, View):
             return Global(squeezed(form, shape), shape)
         if not instruction.result.startswith("("):
-            return self.array(form, instruction, shape, tuple(operands))
+            return self.array_of_form(form, instruction, shape, tuple(operands))
         results = []
-        for number, part in enumerate(shapes):
-            rank = len(part)
-            keyed = form._replace(
-                key=(*form.key, number),
+        for result_number, result_shape in enumerate(shapes):
+            rank = len(result_shape)
+            result_form = form._replace(
+                key=(*form.key, result_number),
                 dims=form.dims[:rank],
                 kept=form.kept[:rank],
             )
@@ -230,8 +233,14 @@ class _Reader:
                 # As random bits beside the state of their generator. Such a result is
                 # taken to change along all of its dimensions.
                 all_dims = tuple(range(rank))
-                keyed = Form((*form.key, number, part), all_dims, all_dims)
-            results.append(self.array(keyed, instruction, part, tuple(operands)))
+                result_form = Form(
+                    (*form.key, result_number, result_shape), all_dims, all_dims
+                )
+            results.append(
+                self.array_of_form(
+                    result_form, instruction, result_shape, tuple(operands)
+                )
+            )
         return tuple(results)
 
     def reshape(
@@ -240,8 +249,8 @@ class _Reader:
         operand: Global,
         shape: tuple[int, ...],
     ) -> Global:
-        """The result of a reshape: a view, or a value of its own if it merges or splits
-        dimensions along which something changes.
+        """The result of a reshape to `shape`: a view of its operand, or a value of its
+        own if it merges or splits dimensions along which something changes.
         """
         dims = reshaped_dims(operand.view.dims, operand.shape, shape)
         if dims is not None:
@@ -251,43 +260,46 @@ class _Reader:
             ] = instruction.op_name
             return Global(view, shape)
         key = ("reshape", operand.view.root, without_none(operand.view.dims))
-        positions = tuple(range(len(shape)))
-        form = Form(key, _changing(operand, shape), positions)
-        return self.array(form, instruction, shape, (operand,))
+        all_dims = tuple(range(len(shape)))
+        form = Form(key, _changing(operand, shape), all_dims)
+        return self.array_of_form(form, instruction, shape, (operand,))
 
     def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
         """The results of a loop, which is noted with what it carries. What each turn
-        leaves as it is needs no value of its own.
+        leaves as it is needs no value of its own. `initial` is what the loop starts
+        with.
         """
         called = dict(instruction.called)
-        starts = tuple(_leaves(initial))
-        number = len(self.values.loops)
-        same = unchanged(self.module, called["body"], len(starts))
+        initial_arrays = tuple(_leaves(initial))
+        loop_number = len(self.values.loops)
+        unchanged_places = unchanged(self.module, called["body"], len(initial_arrays))
         carried = []
-        for place, start in enumerate(starts):
-            if place in same:
-                carried.append(start)
+        for place, initial_array in enumerate(initial_arrays):
+            if place in unchanged_places:
+                carried.append(initial_array)
             else:
-                key = ("carried", number, place)
-                carried.append(self.named(key, instruction, start.shape))
+                key = ("carried", loop_number, place)
+                carried.append(self.array_of_key(key, instruction, initial_array.shape))
         # A loop inside the body has a later number.
         self.values.loops.append(
-            Loop(number, instruction, starts, (), (), starts[0], ())
+            Loop(
+                loop_number, instruction, initial_arrays, (), (), initial_arrays[0], ()
+            )
         )
         after_turn = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
         goes_on = self.run(called["condition"], [tuple(carried)])
         results = []
-        for place, start in enumerate(starts):
-            if place in same:
-                results.append(start)
+        for place, initial_array in enumerate(initial_arrays):
+            if place in unchanged_places:
+                results.append(initial_array)
             else:
-                key = ("result", number, place)
-                results.append(self.named(key, instruction, start.shape))
+                key = ("result", loop_number, place)
+                results.append(self.array_of_key(key, instruction, initial_array.shape))
         assert isinstance(goes_on, Global)
-        self.values.loops[number] = Loop(
-            number=number,
+        self.values.loops[loop_number] = Loop(
+            number=loop_number,
             instruction=instruction,
-            initial=starts,
+            initial=initial_arrays,
             carried=tuple(carried),
             after_turn=after_turn,
             goes_on=goes_on,
@@ -321,12 +333,14 @@ class _Reader:
         array: GlobalTree,
         source: Instruction,
     ) -> Global:
-        """The shards of an array, as a body takes them. `source` says its sharding."""
+        """The shards of an array, as a body takes them on one device. `source` makes
+        the array and says its sharding.
+        """
         assert isinstance(array, Global)
         (sharding,) = shardings_in(source.attributes) or ("",)
         key = ("manual shards", array.view, sharding)
-        shard = self.named(key, instruction, operands=(array,))
-        self.shards[shard] = Shards(array, sharding)
+        shard = self.array_of_key(key, instruction, operands=(array,))
+        self.outside_of_shard[shard] = Shards(array, sharding)
         return shard
 
     def manual_call(
@@ -335,27 +349,33 @@ class _Reader:
         operands: Sequence[GlobalTree],
         name: str,
     ) -> "GlobalTree | None":
-        """The results of the call of a body; `None` for other calls."""
-        if any(operand in self.parts for operand in operands):
+        """The results of the call of the computation `name`, if it is the body of a
+        `shard_map`: each of its operands is a shard. `None` for other calls.
+        """
+        if any(operand in self.outside_of_part for operand in operands):
             return self.partly_manual_call(operands, name)
-        taken: list[Shards] = []
+        operand_shards: list[Shards] = []
         for operand in operands:
-            shards = self.shards.get(operand) if isinstance(operand, Global) else None
+            shards = (
+                self.outside_of_shard.get(operand)
+                if isinstance(operand, Global)
+                else None
+            )
             if shards is None:
                 return None
-            taken.append(shards)
-        if not taken:
+            operand_shards.append(shards)
+        if not operand_shards:
             return None
         self.values.manual_bodies.add(name)
-        number = len(self.values.manual_calls)
+        call_number = len(self.values.manual_calls)
         digests = manual.result_digests(self.module, name)
-        call = ManualCall(digests, tuple(taken), {})
+        call = ManualCall(digests, tuple(operand_shards), {})
         self.values.manual_calls.append(call)
         results: list[Global] = []
-        for place, part in enumerate(arrays_in(instruction.result)):
-            key = ("manual result", number, place)
-            result = self.named(key, instruction, part.shape)
-            self.manual_results[result] = _ManualResult(number, place)
+        for result_number, result_array in enumerate(arrays_in(instruction.result)):
+            key = ("manual result", call_number, result_number)
+            result = self.array_of_key(key, instruction, result_array.shape)
+            self.manual_results[result] = _ManualResult(call_number, result_number)
             results.append(result)
         is_tuple = instruction.result.startswith("(")
         return tuple(results) if is_tuple else results[0]
@@ -366,20 +386,23 @@ class _Reader:
         array: GlobalTree,
         source: Instruction,
     ) -> Global:
-        """The part of an array that a body takes which is manual in some axes only; or
-        the array of which a body returns a part. `source` says the sharding of `array`.
+        """The part of `array` that a body takes which is manual in some axes only; or
+        the array outside, where `array` is the part that a body returns. `source` makes
+        `array` and says its sharding.
         """
         assert isinstance(array, Global)
-        (before,) = shardings_in(source.attributes) or ("",)
-        (after,) = shardings_in(instruction.attributes) or ("",)
-        key = ("manual part", array.view, before, after)
-        result = self.named(key, instruction, operands=(array,))
+        (sharding_before,) = shardings_in(source.attributes) or ("",)
+        (sharding_after,) = shardings_in(instruction.attributes) or ("",)
+        key = ("manual part", array.view, sharding_before, sharding_after)
+        result = self.array_of_key(key, instruction, operands=(array,))
         if manual.is_out_of_shards(instruction):
-            outside = PartlyManual(result, after, before)
+            outside = PartlyManual(result, sharding_after, sharding_before)
             results = self.values.partly_manual_results
             results.setdefault(array, set()).add(outside)
         else:
-            self.parts[result] = PartlyManual(array, before, after)
+            self.outside_of_part[result] = PartlyManual(
+                array, sharding_before, sharding_after
+            )
         return result
 
     def partly_manual_call(
@@ -387,32 +410,36 @@ class _Reader:
         operands: Sequence[GlobalTree],
         name: str,
     ) -> GlobalTree:
-        """The results of the call of a body that is manual in some axes only. Each value
-        in it is one for each part over these axes.
+        """The results of the call of the body `name`, which is manual in some axes
+        only. Notes for each value in it which part each device has over these axes.
         """
         calls = self.values.partly_manual_calls.setdefault(name, [])
-        first = len(self.values.nodes)
+        first_number = len(self.values.nodes)
         results = self.run(name, operands)
-        taken: list[tuple[Global, PartlyManual]] = []
-        parts: set[tuple[int, ...]] = set()
+        operands_with_parts: list[tuple[Global, PartlyManual]] = []
+        device_parts: set[tuple[int, ...]] = set()
         for operand in operands:
-            if not isinstance(operand, Global) or operand not in self.parts:
+            if not isinstance(operand, Global) or operand not in self.outside_of_part:
                 return results
-            part = self.parts[operand]
-            taken.append((operand, part))
+            part = self.outside_of_part[operand]
+            operands_with_parts.append((operand, part))
             try:
-                of_devices = parts_of_devices(
+                part_of_device = parts_of_devices(
                     part.part_sharding, self.module.partitions
                 )
             except Unjudged:
                 return results
-            parts.add(tuple(of_devices.tolist()))
-        if len(parts) != 1:
+            device_parts.add(tuple(part_of_device.tolist()))
+        if len(device_parts) != 1:
             return results
-        inside = [*range(first, len(self.values.nodes))]
-        inside += [array.view.root for array, _ in taken]
-        self.values.parts.update(dict.fromkeys(inside, parts.pop()))
-        calls.append(PartlyManualCall(tuple(taken), tuple(_leaves(results))))
+        inside_numbers = [*range(first_number, len(self.values.nodes))]
+        inside_numbers += [array.view.root for array, _ in operands_with_parts]
+        self.values.parts_by_value.update(
+            dict.fromkeys(inside_numbers, device_parts.pop())
+        )
+        calls.append(
+            PartlyManualCall(tuple(operands_with_parts), tuple(_leaves(results)))
+        )
         return results
 
     def out_of_shards(
@@ -428,7 +455,7 @@ class _Reader:
         result = self.manual_results[shard]
         (sharding,) = shardings_in(instruction.attributes) or ("",)
         key = ("manual array", result, sharding)
-        array = self.named(key, instruction)
+        array = self.array_of_key(key, instruction)
         results = self.values.manual_calls[result.call].results
         results.setdefault(result.place, Shards(array, sharding))
         return array
@@ -438,26 +465,32 @@ class _Reader:
         instruction: Instruction,
         operands: Sequence[GlobalTree],
     ) -> GlobalTree:
-        """The results of a conditional, each a value of its own."""
-        chosen = operands[0]
-        assert isinstance(chosen, Global)
+        """The results of a conditional, each a value of its own. Operand 0 is the
+        number of the branch, and the others are what each branch takes.
+        """
+        branch_number = operands[0]
+        assert isinstance(branch_number, Global)
         branches = [
             self.run(name, [operand])
             for (_, name), operand in zip(instruction.called, operands[1:], strict=True)
         ]
-        each = [tuple(_leaves(branch)) for branch in branches]
+        arrays_by_branch = [tuple(_leaves(branch)) for branch in branches]
         results = []
-        for arrays in zip(*each, strict=True):
-            key = conditional_key(chosen.view, [array.view for array in arrays])
+        for arrays in zip(*arrays_by_branch, strict=True):
+            key = conditional_key(branch_number.view, [array.view for array in arrays])
             shape = arrays[0].shape
-            results.append(self.named(key, instruction, shape, (chosen, *arrays)))
+            results.append(
+                self.array_of_key(key, instruction, shape, (branch_number, *arrays))
+            )
         if isinstance(branches[0], Global):
             return results[0]
         return tuple(results)
 
 
 def _changing(operand: Global, shape: tuple[int, ...]) -> tuple[int | None, ...]:
-    """The dimensions of a reshape's result along which it changes."""
+    """For each dimension of a reshape's result, the dimension itself if the result
+    changes along it, and else `None`. `shape` is that of the result.
+    """
     dims: list[int | None] = [None] * len(shape)
     for sources, targets in groups_of_reshape(operand.shape, shape):
         if any(operand.view.dims[source] is not None for source in sources):
@@ -466,7 +499,10 @@ def _changing(operand: Global, shape: tuple[int, ...]) -> tuple[int | None, ...]
     return tuple(dims)
 
 
-def _exact(instruction: Instruction, operands: Sequence[Global]) -> tuple[object, ...]:
+def _unkeyed_sizes(
+    instruction: Instruction,
+    operands: Sequence[Global],
+) -> tuple[object, ...]:
     """The sizes that a key leaves out: those of windows and slices, and of dimensions
     along which an operand does not change.
     """
@@ -486,9 +522,10 @@ def reshaped_dims(
     before: Sequence[int],
     after: Sequence[int],
 ) -> tuple[int | None, ...] | None:
-    """The dimensions that a reshape's result follows, if it only adds and drops
-    dimensions of size 1, or merges and splits dimensions along which nothing changes;
-    else `None`.
+    """For each dimension of a reshape's result, the dimension of the value that it
+    follows: `dims` says so for the dimensions of the operand. `before` and `after` are
+    the shapes. `None` unless the reshape only adds and drops dimensions of size 1, or
+    merges and splits dimensions along which nothing changes.
     """
     followed: list[int | None] = [None] * len(after)
     for sources, targets in groups_of_reshape(before, after):
