@@ -29,12 +29,14 @@ def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The box of each device's shard of an array of `shape`.
+    """The box of each device's shard of an array of `shape`: a `(start, stop)` for each
+    dimension.
 
     For an `AbstractMesh` the keys are positions in the mesh, in row-major order.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return dict(enumerate(_in_mesh_order(sharding, shape)))
+    # JAX's type allows `None` for the index of an array of rank 0.
     return {
         device: as_box(index or (), shape)
         for device, index in sharding.devices_indices_map(shape).items()
@@ -129,14 +131,16 @@ def read_box(
     """The elements of a box: a view of one shard if a shard contains the box, else a
     copy from several shards.
 
+    `shards` has the box of each shard; two of these boxes are equal or disjoint.
     `data(i)` returns the elements of `shards[i]`. The result is `None` if the shards do
     not cover the box.
     """
-    shard_number = first_with(box, shards)
-    if shard_number is not None:
-        return data(shard_number)[slices(box, shards[shard_number])]
+    number_of_container = first_with(box, shards)
+    if number_of_container is not None:
+        inside_shard = slices(box, shards[number_of_container])
+        return data(number_of_container)[inside_shard]
     # Replicas of a shard are read once.
-    number_by_shard = {shard: shard_number for shard_number, shard in enumerate(shards)}
+    number_by_shard = {shard: number for number, shard in enumerate(shards)}
     # The intersection of each shard with the box.
     part_by_shard: dict[Box, Box] = {}
     covered_elements = 0
@@ -196,32 +200,36 @@ class ArrayMaker:
         sharding: Sharding,
         boxes: Sequence[Box],
     ):
+        """`boxes` are the distinct boxes of this process's shards, in the order in
+        which each call gives their elements.
+        """
         self._shape = shape
         self._dtype = dtype
         self._sharding = sharding
         self._boxes = boxes
         box_of_device = boxes_here(sharding, shape)
         self._devices = list(box_of_device)
+        # For each of the devices, the position of its shard's box in `boxes`.
         self._box_numbers = [boxes.index(box) for box in box_of_device.values()]
-        # The type of the first array, which is that of all others.
-        self._type: Any = None
+        # The abstract value of the first array, which is that of all others.
+        self._aval: Any = None
 
     def __call__(self, memory: Sequence[np.ndarray]) -> Any:
         """The array whose boxes, in the order of `boxes`, have the elements in
         `memory`.
         """
-        if self._type is None:
+        if self._aval is None:
             array = array_of(
                 self._shape, self._dtype, self._sharding, self._boxes, memory
             )
-            self._type = array.aval
+            self._aval = array.aval
             return array
         # JAX has no public way to give many shards to devices without a function that
         # it calls for each. `make_array_from_callback` itself ends in this call, in 0.9
         # to 0.12.
         shards = [memory[number] for number in self._box_numbers]
         return pxla.batched_device_put(
-            self._type, self._sharding, shards, self._devices
+            self._aval, self._sharding, shards, self._devices
         )
 
 

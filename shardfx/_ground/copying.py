@@ -11,14 +11,14 @@ import numpy as np
 # The least number of elements of a block along the dimension that is contiguous in the
 # target. If a cache line holds more elements than that, a block has as many elements as
 # a cache line.
-_BLOCK = 16
+_BLOCK_ROW_ELEMENTS = 16
 # A copy of a smaller block takes longer than the block saves.
-_LEAST_PER_BLOCK = 2048
+_LEAST_BLOCK_ELEMENTS = 2048
 # The second-level cache of a core has lines of 64 bytes. Lines whose addresses are
 # equal modulo 64 KiB share one set, which holds 8 to 16 of them (ways).
 _LINE_BYTES = 64
-_SETS_BYTES = 1 << 16
-_WAYS = 8
+_SET_PERIOD_BYTES = 1 << 16
+_LINES_PER_SET = 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -39,10 +39,10 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
-    before = (slice(None),) * dim
-    step = max(_BLOCK, _LINE_BYTES // target.itemsize)
+    all_of_dims_before = (slice(None),) * dim
+    step = max(_BLOCK_ROW_ELEMENTS, _LINE_BYTES // target.itemsize)
     for start in range(0, target.shape[dim], step):
-        block = (*before, slice(start, start + step))
+        block = (*all_of_dims_before, slice(start, start + step))
         np.copyto(target[block], source[block], casting="unsafe")
 
 
@@ -61,26 +61,29 @@ def block_dim(
     16-bit numbers is then 5 times as fast.
     """
     element_count = math.prod(shape)
-    if len(shape) < 2 or element_count < 8 * _LEAST_PER_BLOCK:
+    if len(shape) < 2 or element_count < 8 * _LEAST_BLOCK_ELEMENTS:
         return None
     row_dim = _contiguous_dim(shape, target_strides)
     column_dim = _contiguous_dim(shape, source_strides)
     if row_dim is None or column_dim is None or row_dim == column_dim:
         return None
-    if shape[row_dim] < 2 * _BLOCK:
+    if shape[row_dim] < 2 * _BLOCK_ROW_ELEMENTS:
         return None
     if source_strides[row_dim] == 0:
         # The elements of a row are one element, which lies in one line.
         return None
     # The bytes of cache that each element of a row takes: lines that are 2048 bytes
     # apart use only every 32nd set of the cache.
-    row_step = math.gcd(source_strides[row_dim], _SETS_BYTES)
+    row_step = math.gcd(source_strides[row_dim], _SET_PERIOD_BYTES)
     cache_bytes_each = max(_LINE_BYTES, row_step)
     # The lines of a whole row stay in the cache.
-    if shape[row_dim] * cache_bytes_each <= _WAYS * _SETS_BYTES:
+    if shape[row_dim] * cache_bytes_each <= _LINES_PER_SET * _SET_PERIOD_BYTES:
         return None
-    elements_per_block = element_count // shape[row_dim] * _BLOCK
-    is_worth_it = shape[column_dim] >= _BLOCK and elements_per_block >= _LEAST_PER_BLOCK
+    elements_per_block = element_count // shape[row_dim] * _BLOCK_ROW_ELEMENTS
+    is_worth_it = (
+        shape[column_dim] >= _BLOCK_ROW_ELEMENTS
+        and elements_per_block >= _LEAST_BLOCK_ELEMENTS
+    )
     if is_worth_it:
         return row_dim
     return None

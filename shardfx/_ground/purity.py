@@ -40,6 +40,7 @@ class WatchedArguments:
 
     def __init__(self, args: PyTree):
         self._args = args
+        # Each dict and list among the arguments, with a copy from before the call.
         self._containers: list[tuple[Any, Any]] = []
         # The leaves are held, so that no other object gets the id of one.
         self._leaves = jax.tree.leaves(args, is_leaf=self._visit)
@@ -53,12 +54,14 @@ class WatchedArguments:
         """The arrays in objects, such as modules of nnx, that the function put in the
         place of others and that are not in its `result`, by their paths.
         """
-        # What the function put into dicts and lists, which it may.
-        refilled: list[object] = []
-        for container, before in self._containers:
-            refilled += _new_values(container, before)
-        all_leaves = jax.tree.leaves((self._leaves, refilled, result))
-        known_ids = set(map(id, all_leaves))
+        # A function may put new values into the dicts and lists of its arguments.
+        new_values: list[object] = []
+        for container, copy_before in self._containers:
+            new_values += _new_values(container, copy_before)
+        # An array in an object is an update unless it was an argument, or is in a dict
+        # or list or in the result.
+        known_leaves = jax.tree.leaves((self._leaves, new_values, result))
+        known_ids = set(map(id, known_leaves))
         flat = flatten(self._args, allow_specs=True)
         updates: dict[str, Any] = {}
         for leaf, path, is_array in zip(
@@ -100,6 +103,7 @@ def raise_if_updated(
     if not updated:
         return
     others = f" and {len(updated) - 1} more" if len(updated) > 1 else ""
+    # The names of the arguments that hold updated objects.
     owners = [*dict.fromkeys(path.partition("/")[0] for path in updated)]
     objects = f"({owners[0]},)" if len(owners) == 1 else f"({', '.join(owners)})"
     raise ProgramError(
@@ -132,16 +136,16 @@ def may_be_updated(args: PyTree) -> bool:
     """Whether some object in the arguments can be updated in place: one that is no
     dict, list or tuple, no Equinox module and no frozen dataclass.
     """
-    kinds: set[type] = set()
+    node_types: set[type] = set()
 
     def visit(node: object) -> bool:
-        kinds.add(type(node))
+        node_types.add(type(node))
         return False
 
+    # JAX calls `visit` for every node of the tree, and for every leaf.
     leaves = jax.tree.leaves(args, is_leaf=visit)
-    # The types of the inner nodes are left.
-    kinds -= set(map(type, leaves))
-    return not all(map(_is_fixed, kinds))
+    node_types -= set(map(type, leaves))
+    return not all(map(_is_fixed, node_types))
 
 
 def _is_fixed(kind: type) -> bool:
@@ -157,7 +161,9 @@ def leaves_arrays(fn: Callable[..., object]) -> bool:
 
 
 def _with_argument_name(path: str, argument_names: Sequence[str]) -> str:
-    """The path of an array, with the argument's name in place of its number."""
+    """The path of an array, with the argument's name in place of its number:
+    `model/w` for `0/w` if the first argument is `model`.
+    """
     number, slash, rest = path.partition("/")
     position = int(number)
     argument_name = f"args[{position}]"
@@ -166,15 +172,15 @@ def _with_argument_name(path: str, argument_names: Sequence[str]) -> str:
     return f"{argument_name}{slash}{rest}"
 
 
-def _left_in_variables(fn: Any, returned: set[int]) -> list[str]:
-    """The names of the variables around `fn` that hold traced arrays. `returned` has
-    the ids of arrays that do not count.
+def _left_in_variables(fn: Any, returned_ids: set[int]) -> list[str]:
+    """The names of the variables around `fn` that hold traced arrays. `returned_ids`
+    has the `id` of each array that `fn` returned; these do not count.
     """
     variable_names = []
     for name, value in _variables(fn).items():
         leaves = jax.tree.leaves(_contents(value))
         tracer_ids = [id(leaf) for leaf in leaves if isinstance(leaf, Tracer)]
-        if not returned.issuperset(tracer_ids):
+        if not returned_ids.issuperset(tracer_ids):
             variable_names.append(name)
     return variable_names
 

@@ -150,6 +150,9 @@ def reason_for(
 ) -> Reason:
     """The reason whose message is the template of `code` with `values` in place of its
     `{...}`. Templates see `values` alone, and not `dim` or `axes`.
+
+    `dim` is the dimension that is not sharded as requested, or `None` for the whole
+    array. `axes` are the mesh axes or logical names that were requested and dropped.
     """
     return Reason(code=code, dim=dim, axes=axes, message=code.value.format(**values))
 

@@ -81,10 +81,10 @@ def joined(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0]
     numbers_of_paths = [map(int, _NUMBER.findall(path)) for path in paths]
-    texts: list[str] = []
-    for column in zip(*numbers_of_paths, strict=True):
-        texts.append(_ranges(sorted(set(column))))
-    return _with_numbers(paths[0], texts)
+    range_texts: list[str] = []
+    for numbers_at_position in zip(*numbers_of_paths, strict=True):
+        range_texts.append(_ranges(sorted(set(numbers_at_position))))
+    return _with_numbers(paths[0], range_texts)
 
 
 def _with_numbers(path: str, texts: Sequence[str]) -> str:
@@ -119,8 +119,11 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
-    """A path with the range of its numbers in the place of each number. `rows` has the
-    numbers of every path that the text stands for.
+    """A path with the range of its numbers in the place of each number, such as
+    `layers/{0..3}/experts/{0..7}/w`.
+
+    Each of `rows` has the numbers of one path that the text stands for, in the order in
+    which they occur in it.
     """
     texts: list[str] = []
     for column in zip(*rows, strict=True):
@@ -135,31 +138,33 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 def _products(
     rows: Sequence[tuple[str, ...]],
-    position: int,
+    column: int,
 ) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides rows, which have the numbers of one path each, into groups. Each group
-    has every combination of its numbers in the columns from `position` on.
+    """Divides rows into groups that are products: each group has every combination of
+    the numbers in its columns. The columns before `column` are divided already.
 
-    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are
-    two, if `position` is 0. Numbers of the column `position` are in one group if their
-    rows are equal in the other columns.
+    A row has the numbers of one path, as ("0", "5") for `layers/0/experts/5/w`. From
+    column 0 on, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) two.
     """
-    if position == len(rows[0]):
+    if column == len(rows[0]):
         yield rows
         return
-    by_number: dict[str, list[tuple[str, ...]]] = {}
+    rows_by_number: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
-        by_number.setdefault(row[position], []).append(row)
-    rows_by_others: dict[object, list[tuple[str, ...]]] = {}
-    for number, rows_of_number in by_number.items():
-        # A range would lose the zeros of `007`, so such a number has a group alone.
-        padded = None if str(int(number)) == number else number
-        others = frozenset(
-            row[:position] + row[position + 1 :] for row in rows_of_number
+        rows_by_number.setdefault(row[column], []).append(row)
+
+    # Two numbers of the column share a group if their rows have the same remainders,
+    # the rows without this column.
+    groups: dict[object, list[tuple[str, ...]]] = {}
+    for number, rows_of_number in rows_by_number.items():
+        remainders = frozenset(
+            row[:column] + row[column + 1 :] for row in rows_of_number
         )
-        rows_by_others.setdefault((padded, others), []).extend(rows_of_number)
-    for product in rows_by_others.values():
-        yield from _products(product, position + 1)
+        # A range would lose the zeros of `007`, so such a number has a group alone.
+        padded_number = None if str(int(number)) == number else number
+        groups.setdefault((padded_number, remainders), []).extend(rows_of_number)
+    for rows_of_group in groups.values():
+        yield from _products(rows_of_group, column + 1)
 
 
 def _ranges(numbers: list[int], most: int = _SHOWN_RANGES) -> str:

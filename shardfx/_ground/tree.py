@@ -73,8 +73,8 @@ class _Columns(NamedTuple):
 
 
 def flatten(tree: PyTree, *, allow_specs: bool = False) -> Flat:
-    """Flattens a tree. Raises `LeafTypeError` if a leaf is a PartitionSpec or a
-    sharding, unless `allow_specs`.
+    """Flattens a tree into columns with one entry per leaf. Raises `LeafTypeError` if a
+    leaf is a PartitionSpec or a sharding, unless `allow_specs`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     paths, templates, names, stacked = _columns_of(treedef)
@@ -235,8 +235,10 @@ def _append(
     replaced by 0. `slash` follows both: it is "/", or "" at the root of a tree. `seen`
     has the columns of the subtrees that occurred before.
     """
+    # The type of the node, with its static data.
     data = treedef.node_data()
     if data is None:
+        # `treedef` is one leaf.
         out.paths.append(prefix)
         out.templates.append(template)
         out.names.append(None)
@@ -255,6 +257,7 @@ def _append(
         subtree_numbers.append(number)
     occurrences = collections.Counter(subtree_numbers)
     keys = _keys(treedef, data, len(children))
+    # The two dicts have the numbers of subtrees as keys.
     columns_by_subtree: dict[int, _Columns] = {}
     templates_by_prefix: dict[tuple[str, int], list[str]] = {}
     for key, child, subtree_number in zip(keys, children, subtree_numbers, strict=True):
@@ -287,22 +290,25 @@ def _append(
 
 
 def _declared_names(
-    declared: tuple[Any, tuple[Any, ...]],
+    declaration: tuple[Any, tuple[Any, ...]],
     inner_names: list[Any],
 ) -> list[Any]:
-    """The logical names of the leaves of an attribute. `declared` has the names that a
-    dataclass declares for the attribute, and those of its stacked dimensions;
-    `inner_names` has for each leaf the names that modules inside declare, or `None`.
+    """The logical names of the leaves of an attribute: the stacked names that its
+    dataclass declares, then the names of the leaf itself.
+
+    `declaration` is the pair that `_declared` has for the attribute: the logical names,
+    and the names of the stacked dimensions. `inner_names` has for each leaf the names
+    that modules inside declare, or `None`. The first names go to leaves that have none.
     """
-    own_names, stacked = declared
+    own_names, stacked_names = declaration
     leaf_names = []
     for names in inner_names:
         if names is None:
             names = own_names
-        if stacked and names is not None:
+        if stacked_names and names is not None:
             # `()` means that no dimension is sharded. After stacked names, `...` means
             # the same for the other dimensions.
-            names = (*stacked, *(names or (...,)))
+            names = (*stacked_names, *(names or (...,)))
         leaf_names.append(names)
     return leaf_names
 
@@ -325,17 +331,18 @@ def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
-    """The keys of the `count` children of a node, each as one segment of a path. `data`
-    is the type of the node, with what JAX keeps to make the node again.
+    """The keys of the `count` children of a node, each as one segment of a path.
+
+    `data` is the type of the node with its static data, which JAX keeps to make the
+    node again: for a dict its keys in order, for a State the markers of its entries.
     """
-    kind, aux = data
-    if kind is dict:
-        return list(map(str, aux))
-    if kind is list or kind is tuple:
+    node_type, static_data = data
+    if node_type is dict:
+        return list(map(str, static_data))
+    if node_type is list or node_type is tuple:
         return list(map(str, range(count)))
-    # The static data of a State has the markers of its entries.
-    if kind is eqx.nn.State:
-        return list(map(_state_key, aux, range(count)))
+    if node_type is eqx.nn.State:
+        return list(map(_state_key, static_data, range(count)))
     # Only an instance knows the keys of its children. JAX demands that unflattening
     # accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
