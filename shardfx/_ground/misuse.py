@@ -14,8 +14,6 @@ from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The form of a call, by the function that `called` decorated.
-FORMS: dict[Callable[..., object], str] = {}
 
 
 def called(form: str, **fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -50,7 +48,6 @@ def called(form: str, **fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]
                 message = "".join([str(error), *hints])
                 raise TypeError(f"{message}; write `{form}`.") from None
 
-        FORMS[call] = form
         return call
 
     return decorator
