@@ -39,8 +39,8 @@ class CheckedPrograms:
         self._check = check
         self._name = name
         self._passed_keys: set[tuple[Any, ...]] = set()
-        # What decided which program the last call ran. Steps of a training loop get
-        # the same objects, and comparing identities costs less than hashing.
+        # The key of the program that the last call ran. Steps of a training loop get
+        # the same objects.
         self._last_key: tuple[Any, ...] = ()
 
     def before_run(
@@ -62,11 +62,13 @@ class CheckedPrograms:
         if any(issubclass(array_type, Tracer) for array_type in array_types):
             return
         if all(map(is_placed, array_types)):
-            types = [array.aval for array in arrays]
+            avals = [array.aval for array in arrays]
             shardings = [array.sharding for array in arrays]
         else:
-            types, shardings = map(list, zip(*map(_type_of, arrays), strict=True))
-        program_key = (static, *types, *shardings)
+            avals_and_shardings = map(_aval_and_sharding, arrays)
+            avals, shardings = map(list, zip(*avals_and_shardings, strict=True))
+        # Equal keys mean one program. Comparing identities costs less than hashing.
+        program_key = (static, *avals, *shardings)
         last_key = self._last_key
         if len(program_key) == len(last_key) and all(
             map(operator.is_, program_key, last_key)
@@ -88,8 +90,10 @@ class CheckedPrograms:
         self._last_key = program_key
 
 
-def _type_of(array: Any) -> tuple[Any, Any]:
-    """The type and the sharding of an array; NumPy arrays have no sharding."""
+def _aval_and_sharding(array: Any) -> tuple[Any, Any]:
+    """The abstract value (shape and dtype) and the sharding of an array; NumPy arrays
+    have no sharding.
+    """
     if isinstance(array, jax.Array):
         return array.aval, array.sharding
     return jax.typeof(np.asarray(array)), None

@@ -155,6 +155,7 @@ def constrain(
         # A constant of the traced function, which becomes a traced value.
         x = jax.device_put(x)
     mesh = _mesh_of(x, plan)
+    # Manual axes are those of a `shard_map` around this call.
     free_axis_types = {
         name: axis_type
         for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -183,6 +184,7 @@ def constrain(
             and not mesh.manual_axes
             and jax.sharding.get_abstract_mesh().empty
         ):
+            # Its lowering raises if the program is for another number of devices.
             x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
         # JAX refuses Auto axes in a `reshard`, and Explicit axes in a constraint.
         for axis_type, constraint in (

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import itertools as it
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -83,6 +83,7 @@ def shardings_in(argument: object, what: str) -> list[Any]:
     `what` is the name of the argument. Raises `PlanMismatchError` if it holds a value
     that is no sharding, such as a PartitionSpec, which has no mesh.
     """
+    # The keys are the shardings; a dict keeps their order.
     shardings = {None: None}
     for entry in jax.tree.leaves(
         argument, is_leaf=lambda node: _is_entry(node) or _is_no_entry(node)
@@ -94,8 +95,10 @@ def shardings_in(argument: object, what: str) -> list[Any]:
                 " `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
                 " of these, or `None` to take an array as it comes."
             )
-        is_plan = isinstance(entry, ShardPlan)
-        shardings |= dict.fromkeys(entry.content.row_shardings if is_plan else [entry])
+        shardings_of_entry = [entry]
+        if isinstance(entry, ShardPlan):
+            shardings_of_entry = entry.content.row_shardings
+        shardings |= dict.fromkeys(shardings_of_entry)
     return list(shardings)
 
 
@@ -161,6 +164,7 @@ def _shardings_of_part(
     if isinstance(entry, ShardPlan):
         try:
             flat = flatten(part)
+            # For each leaf, the number of its row in the plan.
             if compare_shapes:
                 row_numbers = rows_of(entry.content, flat)
             else:
@@ -242,44 +246,63 @@ def _positional(keys: Keys) -> list[str]:
     return [name for name, key in keys.items() if isinstance(key, int)]
 
 
+class Argument(NamedTuple):
+    """One argument of a call.
+
+    **Arguments:**
+
+    - `key`: the position of the argument, or its name if it is given by name only;
+      `None` for the arrays that the function itself holds.
+    - `name`: the parameter's name, or "xs/0" for the first argument of `*xs`.
+    - `tree`: the value of the argument.
+    """
+
+    key: int | str | None
+    name: str
+    tree: Any
+
+
 def arguments(
     keys: Keys,
     args: Sequence[object],
     kwargs: dict[str, object],
-) -> list[tuple[Any, str, Any]]:
-    """The key, the name and the value of each argument of a call. Keyword arguments are
-    in sorted order.
-
-    The name is the parameter's, or "xs/0" for the first argument of `*xs`.
+) -> list[Argument]:
+    """The arguments of a call: those by position, then those by name in sorted order.
+    `keys` has the key of the argument of each parameter.
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
     names += [f"{variadic}/{number}" for number in range(len(args) - len(names))]
-    return [
-        *zip(it.count(), names, args),
-        *[(key, key, kwargs[key]) for key in sorted(kwargs)],
-    ]  # noqa: B905
+    by_position = list(map(Argument, it.count(), names, args))
+    by_name = [Argument(name, name, kwargs[name]) for name in sorted(kwargs)]
+    return by_position + by_name
 
 
-def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
-    """The entry of `in_shardings` for each argument.
+def entries_by_key(in_shardings: object, keys: Keys, fn_name: str) -> Table:
+    """The entry of `in_shardings` for each argument, by the argument's key: its position
+    or its name; `int` for all of `*args`, `str` for all of `**kwargs`.
 
     `in_shardings` is a tuple by position, a dict by parameter name, or one entry for
-    all arguments. `name` is the function's name in messages. Raises `PlanMismatchError`
-    for an entry whose parameter the function does not have.
+    all arguments. `keys` has the key of the argument of each parameter, by the
+    parameter's name. `fn_name` is the function's name in messages.
+    Raises `PlanMismatchError` for an entry whose parameter the function does not have.
     """
     if isinstance(in_shardings, dict):
-        unknown = [
-            key for key in in_shardings if key not in keys and str not in keys.values()
+        unknown_names = [
+            name
+            for name in in_shardings
+            if name not in keys and str not in keys.values()
         ]
-        if not unknown:
+        if not unknown_names:
+            # A parameter that the dict does not name has the entry `None`.
+            entry_by_name = dict.fromkeys(keys) | in_shardings
             return {
-                keys.get(key, key): entry
-                for key, entry in (dict.fromkeys(keys) | in_shardings).items()
+                keys.get(name, name): entry for name, entry in entry_by_name.items()
             }
-        if len(unknown) < len(in_shardings):
+        # A dict without any parameter's name is one entry for all arguments.
+        if len(unknown_names) < len(in_shardings):
             raise PlanMismatchError(
-                f"`{unknown[0]}` is no parameter of {name}({', '.join(keys)}), which"
+                f"`{unknown_names[0]}` is no parameter of {fn_name}({', '.join(keys)}), which"
                 " `in_shardings` names; name parameters, or give a tuple, one entry"
                 " for each."
             )
@@ -292,16 +315,17 @@ def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
                 " for each, or name parameters in a dict."
             )
         return dict(enumerate(in_shardings))
-    # One entry for all arguments, which may be a dict.
     return {int: in_shardings, str: in_shardings}
 
 
 def donated_by_key(donate: Any, keys: Keys) -> Table:
-    """A table that says for each argument whether it is donated. An argument that the
-    table lacks is not donated.
+    """A table that says for each argument, by its key, whether it is donated. An
+    argument that the table lacks is not donated.
 
-    `donate` is the argument of `filter_jit`. Raises `ValueError` if it has a name or a
-    position that no positional parameter has.
+    The key is a position; a name for an argument that is given by name only; `int` for
+    all others by position and `str` for all others by name. `donate` is the argument of
+    `filter_jit`, and `keys` has the key of each parameter. Raises `ValueError` for a
+    name or a position that no positional parameter has.
     """
     if isinstance(donate, bool) or donate in (
         "none",
@@ -311,15 +335,17 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
         "warn-except-first",
     ):
         is_every_donated = donate not in (False, "none")
-        # By key, as the positions of all other arguments are `int`.
         exceptions = {}
         if isinstance(donate, str) and donate.endswith("-except-first"):
             exceptions = {0: False}
         return {int: is_every_donated, str: is_every_donated} | exceptions
     names = _positional(keys)
     is_variadic = int in keys.values()
-    chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
-    for key in chosen:
+    if isinstance(donate, str | int):
+        names_or_positions = (donate,)
+    else:
+        names_or_positions = tuple(donate)
+    for key in names_or_positions:
         is_position = (
             isinstance(key, int)
             and not isinstance(key, bool)
@@ -332,4 +358,4 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
                 f' ({", ".join(names)}); use those, their positions, True or "all",'
                 ' "all-except-first", False or "none".'
             )
-    return {keys.get(key, key): True for key in chosen}
+    return {keys.get(key, key): True for key in names_or_positions}

@@ -62,35 +62,35 @@ def is_placed(kind: type) -> bool:
 
 def check_given(arrays: Iterable[Given]) -> None:
     """Raises `PlanMismatchError` if an array was deleted, if it has another sharding
-    than its entry, or if it is passed twice and donated.
+    than its entry of `in_shardings`, or if it is passed twice and donated.
     """
     first_by_id: dict[int, Given] = {}
-    for array in arrays:
-        if _is_elsewhere(array):
+    for given in arrays:
+        if _is_elsewhere(given):
             raise PlanMismatchError(
-                f"{array.text} lies by {_sharding_text(array.sharding)}, but its entry of"
-                f" `in_shardings` is {_sharding_text(array.expected)}. Move it first:"
+                f"{given.text} lies by {_sharding_text(given.sharding)}, but its entry of"
+                f" `in_shardings` is {_sharding_text(given.expected)}. Move it first:"
                 " `shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry"
                 " out, to take the argument as it comes."
             )
-        if not is_placed(type(array.array)):
+        if not is_placed(type(given.array)):
             continue
-        if array.array.is_deleted():
+        if given.array.is_deleted():
             raise PlanMismatchError(
-                f"{array.text} was deleted, or donated to an earlier call, which may have"
+                f"{given.text} was deleted, or donated to an earlier call, which may have"
                 " written over it. Use what that call returned, or leave the argument"
                 " out of `donate`."
             )
-        first = first_by_id.setdefault(id(array.array), array)
-        is_donated = first.is_donated or array.is_donated
+        first = first_by_id.setdefault(id(given.array), given)
+        is_one_donated = first.is_donated or given.is_donated
         # JAX copies an array that is not committed, and the program donates the copy.
-        if first is not array and is_donated and array.sharding is not None:
-            are_donated = first.is_donated and array.is_donated
+        if first is not given and is_one_donated and given.sharding is not None:
+            are_donated = first.is_donated and given.is_donated
             which = "one of them is"
             if are_donated:
                 which = "both are"
             raise PlanMismatchError(
-                f"{first.name} and {array.text} are one array, and"
+                f"{first.name} and {given.text} are one array, and"
                 f" {which} donated: the"
                 " program could write over what it still reads. Copy one of them"
                 " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
@@ -120,16 +120,16 @@ def raise_if_donated_twice(
     ) from error
 
 
-def _is_elsewhere(array: Given) -> bool:
+def _is_elsewhere(given: Given) -> bool:
     """Whether an array has another sharding than `in_shardings` gives it, or devices in
-    another order.
+    another order. `given` has the array and both shardings.
 
     A replicated array may be passed where `in_shardings` has one device, since JAX then
     moves it. If two shardings differ in devices only, JAX moves the array at the first
     call and fails at the next call.
     """
-    sharding = array.sharding
-    expected = array.expected
+    sharding = given.sharding
+    expected = given.expected
     if sharding is None or not isinstance(expected, Sharding):
         return False
     if expected.num_devices == 1 and sharding.is_fully_replicated:
@@ -138,7 +138,7 @@ def _is_elsewhere(array: Given) -> bool:
         *filter(None, (_devices_in_order(sharding), _devices_in_order(expected)))
     }
     return len(device_orders) > 1 or not has_same_shards(
-        sharding, expected, array.array.shape
+        sharding, expected, given.array.shape
     )
 
 

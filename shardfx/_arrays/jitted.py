@@ -23,6 +23,7 @@ from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .checked import Check, CheckedPrograms
 from .entries import (
+    Argument,
     Donate,
     arguments,
     at_key,
@@ -81,16 +82,18 @@ class Jitted(Generic[P, R]):
         # What is read of the arguments of `filter_jit` once, before any call.
         self._fn: Callable[..., R] = fn
         self._signature = inspect.signature(fn)
-        arrays, self._fn_without_arrays = eqx.partition(fn, _is_array)
-        # A function without arrays need not be flattened at each call.
-        self._arrays = arrays if jax.tree.leaves(arrays) else None
+        # `fn` may be a module that holds arrays. One without need not be flattened at
+        # each call.
+        fn_arrays, self._fn_without_arrays = eqx.partition(fn, _is_array)
+        self._fn_arrays = fn_arrays if jax.tree.leaves(fn_arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        # The distinct shardings of each argument of `filter_jit`, with `None`.
+        # `None` and the distinct shardings of each argument of `filter_jit`.
         entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
         raise_unless_same_devices(self._name, shardings)
         self._result_shardings = shardings["out_shardings"]
         self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
+        # By parameter name; the key of an argument is its position or its name.
         self._keys = parameter_keys(self._signature)
         self._entries_in = entries_by_key(in_shardings, self._keys, self._name)
         self._entry_out = out_shardings
@@ -127,6 +130,7 @@ class Jitted(Generic[P, R]):
                 " and lowered; to call it use"
                 " `plan.on(plan.mesh.build(jax.devices()))`."
             )
+        # `static` has all that is no array in the arguments.
         run, static, arrays = self._ready(args, kwargs)
         if self._checked is not None:
             self._checked.before_run(
@@ -135,7 +139,7 @@ class Jitted(Generic[P, R]):
         try:
             out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
-            if self._arrays is not None and isinstance(self._entry_out, ShardPlan):
+            if self._fn_arrays is not None and isinstance(self._entry_out, ShardPlan):
                 refuse_what_is_planned(self._fn, self._entry_out, error)
             if not isinstance(error, PlanMismatchError):
                 self._raise_for_arguments(error, static, arrays)
@@ -156,11 +160,11 @@ class Jitted(Generic[P, R]):
         devices.
         """
         form, static, arrays = self._bound(args, kwargs)
-        struct = struct_of
+        struct_without_values = struct_of
         if self._is_abstract:
-            struct = without_devices
-        tree = static.tree(map(struct, arrays))
-        given_arrays = self._given(*tree)
+            struct_without_values = without_devices
+        fn, args, kwargs = static.tree(map(struct_without_values, arrays))
+        given_arrays = self._given(fn, args, kwargs)
         traced = form.run.trace(static, *[entry.array for entry in given_arrays])
         traced_arrays = []
         for position, entry in enumerate(given_arrays):
@@ -229,12 +233,14 @@ class Jitted(Generic[P, R]):
             binding.apply_defaults()
             args = binding.args
             kwargs = binding.kwargs
-        leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
+        leaves, treedef = jax.tree.flatten((self._fn_arrays, args, kwargs))
         form = self._cached_form(treedef, tuple(map(type, leaves)))
         values = [leaves[position] for position in form.static_positions]
+        # All that is static in the call: the values, and the nodes' static data.
         parts = values
         if form.compares_data:
             parts = values + node_data(treedef)
+        # The static argument of the last call serves again if nothing static differs.
         parts_of_last, static = form.last
         if (
             static is None
@@ -262,18 +268,19 @@ class Jitted(Generic[P, R]):
         is_given_twice = form.is_donating and len(distinct_ids) < len(checked_arrays)
         are_deleted = [array.is_deleted() for array in checked_arrays]
         if is_given_twice or shardings != form.shardings or True in are_deleted:
+            # The full check, which raises with the path of the array.
             self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
 
-    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> Form:
+    def _form_of(self, treedef: Any, leaf_types: tuple[type, ...]) -> Form:
         """What a structure of the function's arrays and its arguments needs. `treedef`
-        is the structure, and `kinds` has the type of each leaf.
+        is the structure, and `leaf_types` has the type of each leaf.
 
         Raises `PlanMismatchError` if the structure does not fit the plans of
         `in_shardings`.
         """
-        is_array = tuple(map(is_array_type, kinds))
+        is_array = tuple(map(is_array_type, leaf_types))
         # The trees with `_ARRAY` in place of each array, and "" in place of all else.
         without_values = Static(
             treedef=treedef,
@@ -283,9 +290,10 @@ class Jitted(Generic[P, R]):
         fn, args, kwargs = without_values.tree(it.repeat(_ARRAY))
         given_arrays = self._given(fn, args, kwargs, compare_shapes=False)
         self._raise_if_entries_miss(args, kwargs)
-        array_kinds = it.compress(kinds, is_array)
+        array_types = it.compress(leaf_types, is_array)
+        # These positions, and those below, count arrays alone.
         placed = [
-            position for position, kind in enumerate(array_kinds) if is_placed(kind)
+            position for position, kind in enumerate(array_types) if is_placed(kind)
         ]
         # The first position of each sharding.
         position_by_sharding = {
@@ -419,9 +427,10 @@ class Jitted(Generic[P, R]):
         than its entry, or is passed twice and donated.
         """
         given_arrays = []
-        trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
+        function_itself = Argument(key=None, name=self._name, tree=fn)
+        trees = [function_itself, *arguments(self._keys, args, kwargs)]
         # The function itself has no key, and comes before the argument of number 0.
-        for argument, (key, name, tree) in enumerate(trees, -1):
+        for number, (key, name, tree) in enumerate(trees, -1):
             what = f"`{name}`"
             if key is not None:
                 what = f"argument {_shown(key)} of `{self._name}`"
@@ -455,15 +464,15 @@ class Jitted(Generic[P, R]):
                     array=leaf,
                     expected=sharding,
                     is_donated=is_donated,
-                    argument=None if key is None else argument,
+                    argument=None if key is None else number,
                 )
                 given_arrays.append(entry)
         check_given(given_arrays)
         return given_arrays
 
     def _hint_of_names(self, key: object) -> str:
-        """The end of a message about an argument whose entry is a dict that may be
-        meant to name parameters.
+        """The end of a message about the argument `key`, whose entry of `in_shardings`
+        is a dict that may be meant to name parameters.
         """
         entry = at_key(self._entries_in, key)
         if not isinstance(entry, dict) or entry.keys() & self._keys.keys():
@@ -480,8 +489,8 @@ class Jitted(Generic[P, R]):
         tree: object,
         compare_shapes: bool,
     ) -> str:
-        """The end of a message about an argument that does not fit its plan: the
-        argument whose plan it fits, if there is one.
+        """The end of a message about the argument `key`, whose value `tree` does not
+        fit its plan: the argument whose plan it fits, if there is one.
         """
         for other, entry in self._entries_in.items():
             if other == key or not isinstance(entry, ShardPlan):
@@ -500,7 +509,8 @@ class Jitted(Generic[P, R]):
         each array.
         """
         tree_by_key = {
-            key: tree for key, _, tree in arguments(self._keys, args, kwargs)
+            argument.key: argument.tree
+            for argument in arguments(self._keys, args, kwargs)
         }
         without_argument = []
         for key, entry in self._entries_in.items():
@@ -565,7 +575,8 @@ class Jitted(Generic[P, R]):
         all_paths = tree_paths(out.rest.treedef)
         lists = zip(out.lists, self._result_shardings, strict=True)
         for list_number, (leaves, sharding) in enumerate(lists, 1):
-            is_in_list = [position == list_number for position in out.rest.order]
+            # `order` has the number of the list of each leaf.
+            is_in_list = [number == list_number for number in out.rest.order]
             paths = it.compress(all_paths, is_in_list)
             for path, leaf in zip(paths, leaves, strict=True):
                 returned.append(TracedArray(path, struct_of(leaf, sharding)))

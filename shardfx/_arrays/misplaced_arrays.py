@@ -107,6 +107,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         groups: dict[tuple[Any, ...], list[MisplacedArray]] = {}
         for row in self:
             key = (
+                # The texts of the path around its numbers.
                 between_numbers(row.path),
                 row.asked,
                 row.found,
@@ -115,12 +116,12 @@ class Misplaced(tuple[MisplacedArray, ...]):
             )
             groups.setdefault(key, []).append(row)
         rows: list[tuple[str, ...]] = [_HEADER]
-        for (_, asked, live, excess, fix), alike in groups.items():
-            for path, count in joined_exactly([row.path for row in alike]):
-                total = "-"
-                if excess:
-                    total = bytes_text(excess * count)
-                rows.append((path, asked, live, total, fix))
+        for (_, asked, found, excess_bytes, fix), alike in groups.items():
+            for paths_text, array_count in joined_exactly([row.path for row in alike]):
+                excess_text = "-"
+                if excess_bytes:
+                    excess_text = bytes_text(excess_bytes * array_count)
+                rows.append((paths_text, asked, found, excess_text, fix))
         return rows
 
 
@@ -170,6 +171,7 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     check_plan("plan", plan)
     content = plan.content
     flat = flatten(tree)
+    # A row is the plan of one or more arrays.
     planned_arrays = [
         _Described(sharding, row.shape, row.dtype)
         for sharding, row in zip(content.row_shardings, content.rows, strict=True)
@@ -224,8 +226,9 @@ def _misplaced_array(
 ) -> MisplacedArray | None:
     """The array `path` beside its plan; `None` if the array is as planned.
 
-    `live` is the live array, or `None` if it is missing. `asked` is the planned array,
-    or `None` if the plan has no such array.
+    `live` has the sharding, shape and dtype of the live array, or is `None` if the
+    array is missing. `asked` has those of the planned array, or is `None` if the plan
+    has no such array.
     """
     fix = _PLAN_AGAIN
     if live is not None and asked is not None and _is_of_type(live, asked):

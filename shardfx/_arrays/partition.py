@@ -21,7 +21,8 @@ def mark(value: object) -> Hashable:
     """
     kind = type(value)
     if isinstance(value, float | complex):
-        # A subclass may have a text of its own.
+        # The text of a complex number has the signs of zeros. A subclass may have a
+        # text of its own.
         return kind, repr(complex(value))
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
@@ -39,14 +40,16 @@ def mark(value: object) -> Hashable:
 
 def node_data(treedef: Any) -> list[Any]:
     """The static data of the inner nodes of a tree: static fields of modules, and dict
-    keys that are not strings.
+    keys that are not strings. Two trees whose structures are equal may differ in it: in
+    1 and True, for example.
     """
     static_data: list[Any] = []
     # The children of each node are added while the list is walked.
     nodes = [treedef]
     for node in nodes:
-        kind, data = node.node_data() or (None, ())
-        if kind is dict:
+        # A leaf has no data.
+        node_type, data = node.node_data() or (None, ())
+        if node_type is dict:
             static_data += [key for key in data if type(key) is not str]
         else:
             static_data += data if type(data) is tuple else (data,)
@@ -93,20 +96,22 @@ class Static:
         """A key. Static arguments with equal keys lead to the same program for the same
         arrays.
 
-        `parts` has the values and the inner nodes' static data, such as static fields.
-        Their types are in the key too.
+        `parts` has `values` and the static data of the structure's inner nodes, such as
+        static fields of modules. Their types are in the key too.
         """
         # NaN does not equal itself.
         compared = tuple([None if _is_nan(value) else value for value in self.values])
         return self.order, compared, mark(parts), self.treedef
 
     def tree(self, *lists: Iterable[Any]) -> Any:
-        """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each
-        in the order of the leaves.
+        """The tree, made again from its `values` and from `lists` of arrays.
+
+        For each leaf, `order` has the number of the list that holds it: 0 for `values`,
+        and 1, 2, ... for the given lists. Each list is in the order of the leaves.
         """
-        leaves = [*map(iter, (self.values, *lists))]
+        remaining_by_list = [*map(iter, (self.values, *lists))]
         return self.treedef.unflatten(
-            [next(leaves[list_number]) for list_number in self.order]
+            [next(remaining_by_list[list_number]) for list_number in self.order]
         )
 
 
