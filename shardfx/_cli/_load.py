@@ -33,7 +33,7 @@ from .._ground.text import printable
 from ._usage import UsageError, calling, one_line
 
 
-# The arguments `paths` and `axes` of `shardfx.plan`.
+# The arguments `paths` and `axes` of `shardfx.plan`, each `None` if it is not given.
 Rules = tuple[PathRules | None, AxisRules | None]
 
 
@@ -66,9 +66,10 @@ def load_model(
       array.
     """
     if not os.path.exists(name) and name in presets.models.names():
-        named = {"stack_experts": stack_experts, **(arguments or {})}
-        tree = calling(f"`{name}`", lambda: presets.models.tree(name, **named))
+        keywords = {"stack_experts": stack_experts, **(arguments or {})}
+        tree = calling(f"`{name}`", lambda: presets.models.tree(name, **keywords))
         return LoadedModel(tree)
+    # A checkpoint may also lie in a store, as in `gs://bucket/step_100`.
     if os.path.exists(name) or ":" not in name or "://" in name:
         if arguments:
             hint = (
@@ -123,10 +124,11 @@ def _model_in_file(path: str) -> LoadedModel:
             raise UsageError(
                 f"there is no file and no published model {path!r}{hint}"
             ) from error
+        # `path` may be a module, as a file, a folder or a name.
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
-        is_module = all(map(str.isidentifier, module.split(".")))
+        is_module_name = all(map(str.isidentifier, module.split(".")))
         is_other_file = os.path.isfile(path) and not path.endswith(".py")
-        if is_other_file or not is_module:
+        if is_other_file or not is_module_name:
             raise
         message = str(error).rstrip(".")
         raise UsageError(
@@ -137,11 +139,11 @@ def _model_in_file(path: str) -> LoadedModel:
 def _stored_plan(path: str) -> ShardPlan | None:
     """Returns the plan in a file; `None` if the file does not begin like a plan's JSON."""
     with open(path, "rb") as opened:
-        begin = opened.read(200)
-        if b'"shardfx.plan' not in begin:
+        first_bytes = opened.read(200)
+        if b'"shardfx.plan' not in first_bytes:
             return None
         try:
-            return ShardPlan.from_json((begin + opened.read()).decode())
+            return ShardPlan.from_json((first_bytes + opened.read()).decode())
         except PlanFormatError as error:
             raise UsageError(f"{path!r}: {one_line(error)}") from error
 
@@ -158,7 +160,8 @@ def _near_models(name: str) -> str:
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Returns the rules that `name` describes. Raises `UsageError` if there are none or
+    """Returns the PathRules and the AxisRules that `name` describes; `None` in place of
+    those that it does not give. Raises `UsageError` if there are no such rules or
     loading fails.
 
     - `name`: path rules as text, recognised by "->"; a strategy for a published model,
@@ -170,21 +173,22 @@ def load_rules(name: str, model: str) -> Rules:
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
-    first, _, arguments_text = name.partition(":")
+    # `fsdp_tp:tensor=model`, or `my_module:RULES`.
+    set_name, _, arguments_text = name.partition(":")
     # A user's module may have the name of a rule set: if it exists, `llama:RULES` is
     # the name RULES in it.
     may_be_module = bool(arguments_text) and "=" not in arguments_text
-    root = first.partition(".")[0] or "_"
+    package = set_name.partition(".")[0] or "_"
     _find_in_current_directory()
-    if not may_be_module or importlib.util.find_spec(root) is None:
-        if first in presets.models.strategies():
-            return _strategy_rules(name, first, arguments_text, model), None
-        if first in rule_set_names():
-            preset = calling(
+    if not may_be_module or importlib.util.find_spec(package) is None:
+        if set_name in presets.models.strategies():
+            return _strategy_rules(name, set_name, arguments_text, model), None
+        if set_name in rule_set_names():
+            rule_set = calling(
                 f"--rules {name}",
-                lambda: vars(presets)[first](**_arguments(name, arguments_text)),
+                lambda: vars(presets)[set_name](**_arguments(name, arguments_text)),
             )
-            return _paths_and_axes(preset, f"rules {first!r}")
+            return _paths_and_axes(rule_set, f"rules {set_name!r}")
     if ":" not in name:
         hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
@@ -469,8 +473,9 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
         )
         devices.append(device)
     order = mesh.order(devices)
-    hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
-    hops_text = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
+    # A mean for each mesh axis; `None` for devices without coordinates.
+    means = zip(mesh.axis_names, order.mean_hops or (), strict=False)
+    hops_text = ", ".join(f"{name} {mean:.2f}" for name, mean in means)
     order_line = (
         f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean"
         f" hops: {hops_text}."

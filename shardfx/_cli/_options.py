@@ -131,7 +131,7 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     or "compare" for a comparison of both. The step is compiled for the TPU slice
     `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
-    # A comparison needs an estimate of what the step is compiled for.
+    # A comparison needs an estimate for the compiler that compiles the step.
     compiled_for_cpu = how == "compare" and target is None
     compiler = "cpu" if compiled_for_cpu else "tpu"
     options = {"compiler": compiler, "mesh": step.mesh}
@@ -344,28 +344,30 @@ def takes_plan_options(
     MODEL may not be left out.
     """
     fields = dataclasses.fields(PlanOptions)
+    # `how` has the values of several options, of which `_HOW` has the names.
     names = [field.name for field in fields if field.name != "how"]
-    shown = "MODEL" if model_is_needed else "[MODEL]"
-    model = click.argument(
+    metavar = "MODEL" if model_is_needed else "[MODEL]"
+    model_argument = click.argument(
         "model",
         type=click.Path(),
         required=model_is_needed,
-        metavar=shown,
+        metavar=metavar,
     )
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:
         """The verb `function` with the arguments added."""
 
         @ft.wraps(function)
-        def call(**words: Any) -> Any:
-            how = {name: words.pop(name) for name in _HOW}
-            options = PlanOptions(**{name: words.pop(name) for name in names}, how=how)
-            return function(options, **words)
+        def call(**parsed: Any) -> Any:
+            # What is left of the parsed arguments are those of the verb alone.
+            how = {name: parsed.pop(name) for name in _HOW}
+            options = PlanOptions(**{name: parsed.pop(name) for name in names}, how=how)
+            return function(options, **parsed)
 
         call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
         command: Callable[..., Any] = call
-        for option in (*reversed(_OPTIONS), model):
-            command = option(command)
+        for decorator in (*reversed(_OPTIONS), model_argument):
+            command = decorator(command)
         return command
 
     return decorated
@@ -375,8 +377,9 @@ def inputs_of(options: PlanOptions) -> Inputs:
     """Parses the options and loads the model and the rules. Raises `UsageError` for a
     missing or invalid argument.
 
-    If the options have no rules, and MODEL names no stored plan, `shardfx.auto.plan`
-    chooses them.
+    The result's `rules` are keyword arguments of `shardfx.plan`; for a stored plan,
+    which needs none, they are empty. If the options have no rules, and MODEL names no
+    stored plan, `shardfx.auto.plan` chooses them.
     """
     if options.model is None:
         raise UsageError(
@@ -406,7 +409,9 @@ def inputs_of(options: PlanOptions) -> Inputs:
     count = None if target is None else target.devices
     mesh = calling("reading --mesh", lambda: _mesh_of_options(options, count))
     paths, axes = load_rules(options.rules, options.model)
-    model = _model(options, stack_experts=options.rules.partition(":")[0] == "ep")
+    # The strategy "ep" shards the dimension along which experts are stacked.
+    is_expert_parallel = options.rules.partition(":")[0] == "ep"
+    model = _model(options, stack_experts=is_expert_parallel)
     return Inputs(
         model=model,
         mesh=mesh,
@@ -461,7 +466,9 @@ def _inputs_without_rules(options: PlanOptions, model: LoadedModel) -> Inputs:
 
 
 def say_choice(inputs: Inputs) -> Inputs:
-    """Prints the reason for rules that the command line lacks, on standard error."""
+    """Prints, on standard error, the reason for the rules that `shardfx.auto.plan`
+    chose, if it did. Returns `inputs`.
+    """
     if inputs.why:
         click.echo(choice_text(inputs), err=True)
     return inputs
@@ -480,7 +487,8 @@ def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     stored plan. `inputs` are the parsed options, if they were parsed before. Raises
     `UsageError` if an argument is missing or invalid, or planning fails.
     """
-    inputs = inputs or say_choice(inputs_of(options))
+    if inputs is None:
+        inputs = say_choice(inputs_of(options))
     if inputs.model.plan is not None and not inputs.rules:
         return inputs.model.plan
     _require_known(options, inputs)
@@ -526,17 +534,17 @@ def _require_known(options: PlanOptions, inputs: Inputs) -> None:
     strategy = (options.rules or "").partition(":")[0]
     if strategy not in presets.models.strategies():
         return
-    used = inputs.rules["paths"].mesh_axes
-    used_axes = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
+    axes_of_rules = inputs.rules["paths"].mesh_axes
+    known_axes = tuple(dict.fromkeys((*axes_of_rules, *_STRATEGY_AXES)))
     for axis, size in inputs.mesh.shape.items():
-        if size > 1 and axis not in used_axes:
-            hint = near(axis, used_axes)
+        if size > 1 and axis not in known_axes:
+            hint = near(axis, known_axes)
             if not hint:
-                example = f"{options.rules}:{used[-1]}={axis}"
+                example = f"{options.rules}:{axes_of_rules[-1]}={axis}"
                 hint = f"; for another name write --rules {example}"
             raise UsageError(
                 f"--mesh {options.mesh} has the axis {axis!r}, and --rules"
-                f" {options.rules} uses {', '.join(used)}{hint}"
+                f" {options.rules} uses {', '.join(axes_of_rules)}{hint}"
             )
 
 

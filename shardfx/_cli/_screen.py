@@ -135,6 +135,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(text))
     finally:
         timer.cancel()
+        # A thread that was started has a number.
         if timer.ident is not None:
             timer.join()
             status.stop()

@@ -81,6 +81,7 @@ def in_flags(text: str) -> str:
     """
 
     def flag(argument: re.Match[str]) -> str:
+        """The flag for a match, whose groups are the name and the value of an argument."""
         name = argument[1].replace("_", "-")
         value = argument[2].strip("\"'")
         if value in ("", "True"):

@@ -402,21 +402,20 @@ def start_sharded(
     directly in the shards of its plan.
     """
     optimizer = make_optimizer(run)
-    model, state, _ = plans
     step = filter_jit(
-        make_step(optimizer, model),
+        make_step(optimizer, plans.model),
         in_shardings=tuple(plans),
-        out_shardings=(model, state, None),
+        out_shardings=(plans.model, plans.optimizer, None),
         donate=(0, 1),
     )
-    make = filter_jit(lambda key: Transformer(key=key), out_shardings=model)
-    sharded_model = make(jax.random.key(run.seed))
+    make = filter_jit(lambda key: Transformer(key=key), out_shardings=plans.model)
+    model = make(jax.random.key(run.seed))
     init = filter_jit(
         lambda model: optimizer.init(model),
-        in_shardings=(model,),
-        out_shardings=state,
+        in_shardings=(plans.model,),
+        out_shardings=plans.optimizer,
     )
-    return step, sharded_model, init(sharded_model)
+    return step, model, init(model)
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
@@ -525,38 +524,41 @@ def show(
     begin = time.perf_counter()
     text = stdlib_text()
     plans = make_plans(mesh.build(devices), run)
-    model, optimizer, texts = plans
+    model_plan, optimizer_plan, batch_plan = plans
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         kind = f"emulated {kind}"
     print(
         f"{len(devices)} x {kind}, as the mesh {mesh}.\n\nThe plan of the"
-        f" model:\n\n{report(model, width=width)}\n"
+        f" model:\n\n{report(model_plan, width=width)}\n"
     )
     started = start_sharded(plans, run)
     _, sharded_model, sharded_state = started
-    wrong = [*misplaced(sharded_model, model), *misplaced(sharded_state, optimizer)]
+    misplaced_arrays = [
+        *misplaced(sharded_model, model_plan),
+        *misplaced(sharded_state, optimizer_plan),
+    ]
     placement = "as planned"
-    if wrong:
-        placement = f"NOT as planned: {wrong}"
+    if misplaced_arrays:
+        placement = f"NOT as planned: {misplaced_arrays}"
     print(
-        f"The optimizer's state follows it: {len(optimizer.leaves)} arrays,"
-        f" {optimizer.bytes_per_device:,} bytes per device.\nA batch,"
-        f" {list(texts.leaves[0].shape)}, is sharded as"
-        f" {texts.leaves[0].spec}.\n\nParameters and optimizer state were made in"
+        f"The optimizer's state follows it: {len(optimizer_plan.leaves)} arrays,"
+        f" {optimizer_plan.bytes_per_device:,} bytes per device.\nA batch,"
+        f" {list(batch_plan.leaves[0].shape)}, is sharded as"
+        f" {batch_plan.leaves[0].spec}.\n\nParameters and optimizer state were made in"
         " shards: no device ever held a whole one.\nEach holds"
-        f" {model.bytes_per_device:,} and {optimizer.bytes_per_device:,} bytes of them,"
-        f" {placement}.\nTraining on"
+        f" {model_plan.bytes_per_device:,} and {optimizer_plan.bytes_per_device:,} bytes"
+        f" of them, {placement}.\nTraining on"
         f" {text.size:,} bytes of Python's standard library, batches of"
         f" {run.batch_size} x {run.length}.\n"
     )
     tokens = batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed)
-    checked = testing.check_step(*started, shard(tokens, texts))
+    checked = testing.check_step(*started, shard(tokens, batch_plan))
     sharded = train(
         started,
         text,
         run,
-        place=lambda tokens: shard(tokens, texts),
+        place=lambda tokens: shard(tokens, batch_plan),
         show="sharded",
     )
     del started, sharded_model, sharded_state

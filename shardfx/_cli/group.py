@@ -93,9 +93,9 @@ class _Verbs(click.Group):
     ) -> list[CompletionItem]:
         """The verbs and options that begin with the word `incomplete`."""
         items = []
-        for name, (_, text) in _VERBS.items():
+        for name, (_, help_text) in _VERBS.items():
             if name.startswith(incomplete):
-                items.append(CompletionItem(name, help=text))
+                items.append(CompletionItem(name, help=help_text))
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
@@ -145,7 +145,7 @@ def run(arguments: Sequence[str] | None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     words = list(arguments) or ["--help"]
-    # A shell's `>&-` and `2>&-` close them.
+    # A shell's `>&-` and `2>&-` close these streams, which Python then lacks.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     if sys.stderr is None:

@@ -78,19 +78,20 @@ def convert(
     if like is not None and map_name is None:
         raise UsageError("--like is for --map: without it, TO holds what FROM holds")
     _require_free(target, overwrite)
-    relation = None if map_name is None else _map(map_name)
-    if relation is not None and inverse:
-        relation = relation.inverse()
+    tree_map = None if map_name is None else _map(map_name)
+    if tree_map is not None and inverse:
+        tree_map = tree_map.inverse()
     index = calling(f"reading {source!r}", lambda: checkpoint.read_index(source))
     structs = calling(f"reading {source!r}", lambda: checkpoint.structs(index))
     if dtype is not None:
         structs = jax.tree.map(lambda struct: _cast(struct, dtype), structs)
     like_tree = None if like is None else load_model(like).tree
-    leaves: Mapping[str, Any] = tree_structs(structs)
-    if relation is not None:
+    # What TO holds: a struct for each path.
+    target_structs: Mapping[str, Any] = tree_structs(structs)
+    if tree_map is not None:
         like_structs = None if like_tree is None else tree_structs(like_tree)
-        leaves = calling(
-            "mapping", lambda: bound(relation, tree_structs(structs), like_structs)
+        target_structs = calling(
+            "mapping", lambda: bound(tree_map, tree_structs(structs), like_structs)
         )
     if not dry_run:
         # Every leaf is replicated, so this process writes all of it. `load` and `save`
@@ -101,16 +102,16 @@ def convert(
         tree = calling(
             "reading", lambda: checkpoint.load(index, whole_plan, dtype=load_dtype)
         )
-        options = {"map": relation, "like": like_tree, "overwrite": overwrite}
+        options = {"map": tree_map, "like": like_tree, "overwrite": overwrite}
         calling(
             f"writing {target!r}",
             lambda: checkpoint.save(target, tree, whole_plan, **options),
         )
-    size = 0
+    total_bytes = 0
     arrays = []
     cells = [("path", "array")]
-    for path, leaf in leaves.items():
-        size += math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+    for path, leaf in target_structs.items():
+        total_bytes += math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
         arrays.append({"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)})
         cells.append((path, array_text(leaf.dtype, leaf.shape)))
     written = target
@@ -118,9 +119,10 @@ def convert(
     if dry_run:
         written = None
         end = f" would be written to {target}."
-    total = f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}"
-    lines = [*table(cells, right=()), "", total]
-    data = {"written": written, "bytes": size, "arrays": arrays}
+    count_text = plural(len(target_structs), "array")
+    total_line = f"{count_text}, {bytes_text(total_bytes)}{end}"
+    lines = [*table(cells, right=()), "", total_line]
+    data = {"written": written, "bytes": total_bytes, "arrays": arrays}
     answer(json_file, lambda: "\n".join(lines), lambda: data)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shardfx import chips as known, presets
+from shardfx import chips as accelerators, presets
 
 from ..._ground.text import table
 from .._screen import JSON, answer, terminal_width, verb
@@ -39,12 +39,14 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
     the source of every number.
     """
     shown = (
-        calling("reading NAME", lambda: tuple(known.find(name) for name in names))
-        or known.CHIPS
+        calling(
+            "reading NAME", lambda: tuple(accelerators.find(name) for name in names)
+        )
+        or accelerators.CHIPS
     )
     answer(
         json_file,
-        lambda: known.table(shown, width=terminal_width()),
+        lambda: accelerators.table(shown, width=terminal_width()),
         lambda: list(shown),
     )
 

@@ -282,9 +282,10 @@ def _shardings_of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
     have the reason for each collective of this line.
     """
     shardings = cost.shardings(loaded.function, *loaded.args)
-    sent = cost.estimate(loaded.function, *loaded.args)
+    traffic_of_step = cost.estimate(loaded.function, *loaded.args)
     notes = []
-    for row in shardings.annotate(sent).rows:
+    # A row of the traffic is one collective; its note then ends with the reason.
+    for row in shardings.annotate(traffic_of_step).rows:
         if row.source is not None and row.source.place == line:
             sent_text = f"{bytes_text(row.wire_bytes)} by {row.kind}"
             phase = row.phase or "no gradient"
@@ -408,16 +409,22 @@ def search(
     require_writable(code_file, json_file)
     function, args = load_bare_step(step, kwargs)
     what = "AxisRules, whose names are those of `name_axes`"
-    also = [made_of(name, AxisRules, what) for name in rules]
+    rules_to_compile = [made_of(name, AxisRules, what) for name in rules]
     if verify is not None:
-        count = calling(
+        device_count = calling(
             "reading --target",
             lambda: search_options(hardware["devices"], hardware["chip"]).total,
         )
-        emulate(count)
+        emulate(device_count)
     with working(f"searching for {step}") as tell:
         checking = {"verify": verify, "closely": closely}
-        options = {"keep": keep, "also": also, "progress": tell, **hardware, **checking}
+        options = {
+            "keep": keep,
+            "also": rules_to_compile,
+            "progress": tell,
+            **hardware,
+            **checking,
+        }
         candidates = calling("searching", lambda: search_of(function, *args, **options))
     text = "\n\n".join([_table(candidates), *map(str, candidates)])
     answer(
@@ -434,7 +441,8 @@ def search(
 
 def _table(candidates: Sequence[Candidate]) -> str:
     """Returns the candidates of a search as the text of a table, with one line for each
-    candidate.
+    candidate: its number, mesh and rules, and its costs. The column "by" says whether an
+    estimate, a compiler or a run gave the costs.
     """
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, candidate in enumerate(candidates, start=1):
