@@ -489,16 +489,21 @@ def _print_curves(sharded: Sequence[float], unsharded: Sequence[float]) -> bool:
     differences = []
     for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True):
         differences.append(abs(sharded_loss - unsharded_loss))
+    # Unlike Python's, NumPy's `max` is NaN if a difference is.
+    largest_difference = np.max(differences)
+    highest_loss = np.max(sharded)
     print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
     for step_number in _tenths(len(sharded)):
-        bar = "#" * round(30 * sharded[step_number] / max(sharded))
+        bar = ""
+        if math.isfinite(highest_loss):
+            bar = "#" * round(30 * sharded[step_number] / highest_loss)
         print(
             f"{step_number + 1:>6}  {sharded[step_number]:>9.5f}  {unsharded[step_number]:>10.5f} "
             f" {differences[step_number]:>10.1e}  {bar}"
         )
-    are_equal = max(differences) <= TOLERANCE
+    are_equal = bool(largest_difference <= TOLERANCE)
     print(
-        f"\nLargest difference over {len(sharded)} steps: {max(differences):.1e} nats"
+        f"\nLargest difference over {len(sharded)} steps: {largest_difference:.1e} nats"
         f" (allowed: {TOLERANCE:.0e})."
     )
     if are_equal:

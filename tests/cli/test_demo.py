@@ -1,3 +1,4 @@
+import math
 import re
 
 import equinox as eqx
@@ -131,6 +132,13 @@ def test_default_mesh(count, shape):
     mesh = demo.default_mesh(count)
     assert mesh.axis_names == ("data", "fsdp", "tensor")
     assert mesh.axis_sizes == shape
+
+
+@pytest.mark.parametrize("sharded_loss", [4.0, math.nan, math.inf])
+@pytest.mark.parametrize("unsharded_loss", [math.nan, math.inf])
+def test_curves_differ_if_a_loss_is_not_finite(capsys, sharded_loss, unsharded_loss):
+    assert not demo._print_curves([5.0, sharded_loss], [5.0, unsharded_loss])
+    assert "THE CURVES DIFFER" in capsys.readouterr().out
 
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
