@@ -412,7 +412,7 @@ class DevicePositions:
     - `mesh`: the mesh; `None` if it is not known.
     - `slice_devices`: the number of devices in the program's first line; 1 if the line
       does not have it.
-    - `slice_count`: the number of slices in the program's text.
+    - `slices`: the numbers of the slices in the program's text.
     - `ids`: the ids of the devices in the order of the mesh; empty if they are not
       known.
 
@@ -426,14 +426,15 @@ class DevicePositions:
         self,
         mesh: MeshSpec | Mesh | AbstractMesh | None,
         slice_devices: int,
-        slice_count: int = 1,
+        slices: range = range(1),
         ids: Sequence[int] = (),
     ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
         # The text does not say the number, or each slice has one device.
         if mesh is not None and slice_devices == 1:
-            slice_devices = max(1, spec.size // slice_count)
-        program_devices = slice_devices * slice_count
+            slice_devices = max(1, spec.size // len(slices))
+        program_devices = slice_devices * len(slices)
+        self.first_slice = slices.start
         self.slice_devices = slice_devices
         self.device_count = program_devices if mesh is None else spec.size
         self.axis_names = spec.axis_names
@@ -491,13 +492,11 @@ class DevicePositions:
         """
         if all(id_ in self.position_by_id for id_ in ids):
             return {id_: self.position_by_id[id_] for id_ in ids}
-        first_slice = min(ids) // SLICE
         numbers = {}
         for id_ in ids:
             slice_number, device = divmod(id_, SLICE)
-            numbers[id_] = int(
-                self.positions_by_slice[slice_number - first_slice, device]
-            )
+            row = slice_number - self.first_slice
+            numbers[id_] = int(self.positions_by_slice[row, device])
         return numbers
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
@@ -519,16 +518,18 @@ def is_transfer(instruction: Instruction) -> bool:
     )
 
 
-def slices_of(module: HloModule) -> int:
-    """The number of TPU slices between which a program has transfers; 1 if it has none."""
+def slices_of(module: HloModule) -> range:
+    """The numbers of the TPU slices between which a program has transfers: often 1 and
+    2. One slice, number 0, if it has none.
+    """
     slices: set[int] = set()
     for computation in module.computations.values():
         for instruction in filter(is_transfer, computation.values()):
             for group in _target(instruction).groups:
                 slices.update(id_ // SLICE for id_ in group)
     if not slices:
-        return 1
-    return max(slices) - min(slices) + 1
+        return range(1)
+    return range(min(slices), max(slices) + 1)
 
 
 def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:

@@ -177,11 +177,13 @@ def read(
       known.
     """
     runs = runs_of(module)
-    slice_count = slices_of(module)
+    slices = slices_of(module)
+    # A run counts its slice from 0.
     for run in itertools.chain.from_iterable(runs.values()):
         if run.slice is not None:
-            slice_count = max(slice_count, run.slice + 1)
-    positions = DevicePositions(mesh, module.partitions, slice_count, ids)
+            stop = max(slices.stop, slices.start + run.slice + 1)
+            slices = range(slices.start, stop)
+    positions = DevicePositions(mesh, module.partitions, slices, ids)
     reader = _ModuleReader(
         module=module,
         positions=positions,

@@ -278,6 +278,17 @@ def test_an_exchange_between_slices_of_one_device_each():
         traffic(ONE_DEVICE_A_SLICE, MeshSpec({"d": 3}))
 
 
+def test_a_transfer_between_the_last_two_of_three_slices():
+    (line,) = [line for line in ONE_DEVICE_A_SLICE.splitlines() if "recv" in line]
+    later = line.replace("%r", "%s").replace("200000", "300000")
+    later = later.replace("100000", "200000")
+    text = ONE_DEVICE_A_SLICE.replace(line, f"{line}\n{later}")
+    mesh = MeshSpec({"d": 3}, dcn={"d": 3})
+    first, last = traffic(text, mesh).rows
+    assert first.pairs == ((0, 1), (1, 0))
+    assert last.pairs == ((1, 2), (2, 1))
+
+
 def test_exchanges_with_the_own_and_another_slice():
     # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What
     # each slice does differently is in branches, of which every one runs.
