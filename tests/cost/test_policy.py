@@ -1,6 +1,7 @@
 import dataclasses
 import functools as ft
 import itertools
+import json
 
 import equinox as eqx
 import jax
@@ -167,6 +168,34 @@ def test_a_text_that_is_no_policy():
     text = document.replace('"version": 1', '"version": 9')
     with pytest.raises(PlanFormatError, match="version 9"):
         Policy.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "field, value, name",
+    [
+        ("chip", 5, "chip"),
+        ("budget_bytes", "80 GiB", "budget_bytes"),
+        ("peak_bytes", True, "peak_bytes"),
+        ("is_counted", "no", "is_counted"),
+        ("flops", None, "flops"),
+        ("notes", "left alone", "notes"),
+        ("notes", [1], "notes"),
+        ("rows", {}, "rows"),
+        ("choice", "maybe", "choice"),
+        ("line", None, "line"),
+        ("shape", "88", "shape"),
+        ("shape", [4, -1], "shape"),
+        ("layers", 2.5, "layers"),
+    ],
+)
+def test_a_policy_with_a_field_of_another_type(field, value, name):
+    document = json.loads(policies(scanned)[1].to_json())
+    holder = document
+    if field not in document:
+        holder = document["rows"][0]
+    holder[field] = value
+    with pytest.raises(PlanFormatError, match=f"this text is no policy .*`{name}`"):
+        Policy.from_json(json.dumps(document))
 
 
 def test_an_edited_loss_lacks_the_lines_of_its_policy():

@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 from jaxtyping import PyTree
@@ -213,10 +213,11 @@ class Policy:
             version = fields.pop("version")
             if version != _VERSION:
                 raise ValueError(f"version {version!r}, not {_VERSION}")
-            rows = [
-                PolicyRow(**{**row, "shape": tuple(row["shape"])})
-                for row in fields.pop("rows")
-            ]
+            _check_types(fields, _POLICY_TYPES)
+            rows = []
+            for row in fields.pop("rows"):
+                _check_types(row, _ROW_TYPES)
+                rows.append(PolicyRow(**{**row, "shape": tuple(row["shape"])}))
             notes = tuple(fields.pop("notes"))
             policy = cls(rows=tuple(rows), notes=notes, **fields)
         except (
@@ -254,6 +255,59 @@ class Policy:
     __repr__ = first_lines
 
     _repr_html_ = html_text
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value >= 0
+
+
+def _is_list_of(is_valid: Callable[[object], bool], value: object) -> bool:
+    return isinstance(value, list) and all(map(is_valid, value))
+
+
+# For each field of a policy, and of a row, whether JSON's value has its type.
+_Types = dict[str, Callable[[object], bool]]
+_POLICY_TYPES: _Types = {
+    "rows": ft.partial(_is_list_of, lambda row: isinstance(row, dict)),
+    "chip": _is_text,
+    "budget_bytes": _is_count,
+    "peak_bytes": _is_count,
+    "is_counted": lambda value: isinstance(value, bool),
+    "flops": _is_number,
+    "recomputed_flops": _is_number,
+    "notes": ft.partial(_is_list_of, _is_text),
+}
+_ROW_TYPES: _Types = {
+    "line": _is_text,
+    "function": _is_text,
+    "operation": _is_text,
+    "shape": ft.partial(_is_list_of, _is_count),
+    "dtype": _is_text,
+    "number": _is_count,
+    "choice": lambda value: value in get_args(Choice),
+    "bytes": _is_count,
+    "layers": _is_count,
+    "flops": _is_number,
+}
+
+
+def _check_types(fields: dict[str, object], types: _Types) -> None:
+    """Raises `TypeError` for a field of a policy or row that is of another type, and
+    `KeyError` for one that is missing.
+    """
+    for name, has_type in types.items():
+        if not has_type(fields[name]):
+            raise TypeError(f"`{name}` is {fields[name]!r:.100}")
 
 
 def _cells(row: PolicyRow) -> tuple[str, ...]:
