@@ -424,6 +424,21 @@ def test_offload_is_bounded_by_the_link_to_the_host():
         policy(scanned, *args, chip=chip, offload=True)
 
 
+def test_no_point_of_the_frontier_is_worse_than_another():
+    """The backward pass reads a sum, or the larger product from which it is computed."""
+
+    def sum_squared(w, x):
+        sums = jnp.sum(x @ w["up"][0], axis=-1)
+        return jnp.sum(sums**2)
+
+    costs = PolicySearch(sum_squared, arrays(), chip_of(10**9)).costs
+    points = choice.frontier(costs)
+    assert len(points) > 1
+    for larger, smaller in itertools.pairwise(points):
+        assert larger.bytes > smaller.bytes
+        assert larger.seconds < smaller.seconds
+
+
 def test_a_point_that_needs_less_than_foreseen_is_chosen():
     """A value that is kept takes no memory for its computation."""
     costs = PolicySearch(scanned, arrays(), chip_of(10**9)).costs

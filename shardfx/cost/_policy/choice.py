@@ -116,7 +116,9 @@ def frontier(costs: Costs) -> list[Point]:
         layer = _best(map(costs.point, sorted(smaller, key=sorted)))
         points += layer
         layer = _spread(layer)
-    return [start, *_best(points)]
+    # A value can be computed from a larger one, which then is kept in its place.
+    smaller_points = [point for point in points if point.bytes < start.bytes]
+    return [start, *_best(smaller_points)]
 
 
 def _smaller(costs: Costs, point: Point) -> Iterator[Keys]:
