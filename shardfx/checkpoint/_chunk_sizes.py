@@ -26,12 +26,12 @@ _MORE_BYTES = 2**20
 # A shard is a file of many chunks with a table of them, and the table may be larger
 # than the chunks.
 _SHARD_BYTES = 2**30
-_SHARDS = "sharding_indexed"
+_SHARDING_CODEC = "sharding_indexed"
 # A blosc buffer begins with 4 bytes of versions and flags, then the unpacked size.
-_CLAIM = slice(4, 8)
+_UNPACKED_SIZE_BYTES = slice(4, 8)
 # The table of a shard has the offset and the length of each chunk, or 2**64 - 1 twice
 # for a chunk that is not stored. No file is as long as this.
-_NO_OFFSET = 2**63
+_NOT_STORED_OFFSET = 2**63
 
 
 class _StoredValue(NamedTuple):
@@ -68,7 +68,7 @@ class _Bounds(NamedTuple):
     @property
     def limit_bytes(self) -> int:
         """The most bytes that a stored chunk may have."""
-        if _SHARDS in self.codecs:
+        if _SHARDING_CODEC in self.codecs:
             return max(2 * self.chunk_bytes, _SHARD_BYTES)
         return 2 * self.chunk_bytes + _MORE_BYTES
 
@@ -82,7 +82,8 @@ def require_bounded(
     """Raises `CheckpointError` if a chunk that `boxes` need takes more memory, when
     unpacked, than its shape allows.
 
-    `array` is the array that tensorstore opened.
+    `array` is the array that tensorstore opened, and `entry` its entry in the index,
+    whose `key` is its key in an OCDBT database, or `None` for a zarr directory.
     """
     # tensorstore must read what was checked here, so it is told how to interpret the
     # metadata.
@@ -90,6 +91,7 @@ def require_bounded(
     if entry.key is not None and "'blosc'" not in repr(metadata):
         # A database knows the length of each chunk, and reads no more of its files.
         return
+    # The configuration of each codec by its name; zarr 2 has one codec at most.
     codecs: Mapping[str, Mapping[str, Any]]
     codecs = {member(metadata, "compressor", "id"): {}}
     if "codecs" in metadata:
@@ -124,7 +126,8 @@ def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
     `bounds` allow, or if a blosc buffer in it claims to unpack to more.
 
     A chunk without blosc is safe by its size alone: tensorstore unpacks the other
-    codecs only up to the length of a chunk.
+    codecs only up to the length of a chunk. `bounds.limit_bytes` bounds what is stored,
+    and `bounds.chunk_bytes` what it is unpacked to.
     """
     file_text = f"array {quoted(bounds.path)}: the chunk {quoted(name)}"
     size = file.known_size
@@ -135,15 +138,15 @@ def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
             file_text, f"has over {bounds.limit_bytes} bytes", bounds.chunk_bytes
         )
     buffers = [(0, bounds.chunk_bytes)] if "blosc" in bounds.codecs else []
-    if _SHARDS in bounds.codecs:
-        sharding = bounds.codecs[_SHARDS]
+    if _SHARDING_CODEC in bounds.codecs:
+        sharding = bounds.codecs[_SHARDING_CODEC]
         inner_bytes = math.prod(sharding["chunk_shape"]) * bounds.itemsize
         offsets = _buffer_offsets(file_text, file, sharding, bounds.chunk_shape)
         buffers = [(offset, inner_bytes) for offset in offsets]
     # A buffer of blosc: where it begins, and the most bytes that it may unpack to.
     for offset, most_bytes in buffers:
-        head = file.read(_CLAIM.stop, offset)
-        claimed = int.from_bytes(head[_CLAIM], "little")
+        head = file.read(_UNPACKED_SIZE_BYTES.stop, offset)
+        claimed = int.from_bytes(head[_UNPACKED_SIZE_BYTES], "little")
         if claimed > most_bytes:
             raise _forged_chunk(
                 file_text, f"claims to unpack to {claimed} bytes", most_bytes
@@ -185,6 +188,7 @@ def _chunk_names(
             for (start, stop), size in zip(box, chunk_shape, strict=True)
         ]
         for chunk_numbers in it.product(*ranges_of_numbers):
+            # An array without dimensions has one chunk; zarr 2 names it "0".
             yield separator.join([*first_parts, *map(str, chunk_numbers)]) or "0"
 
 
@@ -211,7 +215,7 @@ def _buffer_offsets(
     table_codecs = _codecs(sharding["index_codecs"])
     if "'blosc'" not in repr(sharding["codecs"]):
         return []
-    if _SHARDS in inner_codecs or not set(table_codecs) <= {"bytes", "crc32c"}:
+    if _SHARDING_CODEC in inner_codecs or not set(table_codecs) <= {"bytes", "crc32c"}:
         raise CheckpointError(
             f"{file_text} holds chunks packed by blosc behind a table that is packed or"
             " nested itself, so that their sizes cannot be checked before they are"
@@ -237,5 +241,7 @@ def _buffer_offsets(
         dtype = ">u8"
     offsets_and_lengths = np.frombuffer(data, dtype, 2 * count)
     return [
-        offset for offset in offsets_and_lengths[0::2].tolist() if offset < _NO_OFFSET
+        offset
+        for offset in offsets_and_lengths[0::2].tolist()
+        if offset < _NOT_STORED_OFFSET
     ]

@@ -84,6 +84,10 @@ class SaveProcesses:
         client: Any,
         wait_seconds: float,
     ):
+        """Prepares the first round. `me` is the number of this process, `members` are
+        the numbers of all processes that save, and `client` is that of JAX's
+        coordination service.
+        """
         if me not in members:
             raise CheckpointError(
                 f"process {me} owns no device of the arrays that it is to save to"
@@ -170,30 +174,36 @@ class SaveProcesses:
     def _differing_error(
         self,
         name: str,
-        groups: Mapping[str, Sequence[int]],
+        processes_by_value: Mapping[str, Sequence[int]],
         lines: Sequence[str],
     ) -> CheckpointError:
-        """The error for an argument `name` that differs between processes. `groups` has
-        the processes by their value of it. For "leaves" the values are digests, so the
-        processes exchange `lines` once more, and the first that differs is shown.
+        """The error for an argument `name` that differs between processes.
+
+        `processes_by_value` has the processes by their value of it. For "leaves" the
+        values are digests: the first process of each value sends its `lines`, which
+        describe one array each, and the error shows the first line that differs.
         """
-        values = tuple(groups)
+        values = tuple(processes_by_value)
         advice = "give all of them the same"
         if name in ("plan", "map"):
             advice = f"`hosts.assert_same_plan({name})` says where they differ"
         if name == "leaves":
             # The first lines that differ say more than the digests of all.
-            firsts = [processes[0] for processes in groups.values()]
-            shown_lines = lines if self.me in firsts else []
+            first_processes = [
+                processes[0] for processes in processes_by_value.values()
+            ]
+            shown_lines = lines if self.me in first_processes else []
             notes = self._in_thread(self._round, {"lines": shown_lines})
             rows = it.zip_longest(
-                *[notes[process]["lines"] for process in firsts],
+                *[notes[process]["lines"] for process in first_processes],
                 fillvalue="nothing more",
             )
             values = next(row for row in rows if len(set(row)) > 1)
         listed = ", ".join(
-            f"{value} on {named(processes_of_value)}"
-            for value, processes_of_value in zip(values, groups.values(), strict=True)
+            f"{value} on {named(processes)}"
+            for value, processes in zip(
+                values, processes_by_value.values(), strict=True
+            )
         )
         return self._final_error(
             f"the processes save with different `{name}`: {listed}; {advice}. Nothing"
@@ -207,6 +217,9 @@ class SaveProcesses:
     ) -> int:
         """Waits until all processes have finished their work. Returns the number of
         bytes that they wrote in total.
+
+        `futures` are the writes of this process: each returns the bytes that it wrote,
+        or `None`. `advance` is called with these bytes, for a progress line.
         """
         unfinished = set(futures)
         wrote = 0
@@ -235,13 +248,15 @@ class SaveProcesses:
         advance: Callable[[int], None],
         total_bytes: int,
         commit: Callable[[Mapping[int, str]], None],
-        note: Callable[[], str] | None = None,
+        text_of_process: Callable[[], str] | None = None,
     ) -> None:
         """Waits until all processes have written their bytes. Then the first process
-        alone calls `commit`, with the text of `note` of each process by its number.
+        alone calls `commit`, with the text that `text_of_process` returns on each
+        process, by its number.
 
-        `total_bytes` is the size of all arrays. Raises `CheckpointError` if all
-        processes together wrote fewer bytes, and if `commit` fails.
+        `futures` and `advance` are those of `wait`. `total_bytes` is the size of all
+        arrays. Raises `CheckpointError` if all processes together wrote fewer bytes,
+        and if `commit` fails.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
@@ -251,8 +266,8 @@ class SaveProcesses:
                 " place the arrays alike on all of them. Nothing was changed there."
             )
         texts: dict[int, str] = {}
-        if note is not None:
-            note_of_text = {"text": note()}
+        if text_of_process is not None:
+            note_of_text = {"text": text_of_process()}
             notes = self._in_thread(self._round, note_of_text)
             texts = {}
             for process, answer in notes.items():

@@ -189,6 +189,7 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
     integer dtype changes a value.
     """
     if view.dtype == values.dtype:
+        # As integers, since NumPy copies those faster than JAX's dtypes.
         copy(as_bits(view), as_bits(values))
         return
     is_checked = may_change(values.dtype, view.dtype) and values.size > 0

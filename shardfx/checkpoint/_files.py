@@ -343,6 +343,7 @@ def _may_hold_odd_integers(data: bytes) -> bool:
     """
     if b"-0" in data:
         return True
+    # An integer of twice the length of a block fills a block with digits.
     starts = range(0, len(data), _BLOCK_DIGITS)
     return any(data[start : start + _BLOCK_DIGITS].isdigit() for start in starts)
 

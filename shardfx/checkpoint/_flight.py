@@ -97,7 +97,8 @@ def units_of(
     asked_limit_bytes: int | None,
 ) -> tuple[list[Unit], int]:
     """The units of all leaves, in the order of their positions in the files, and the
-    memory limit in bytes.
+    memory limit in bytes. A unit is the shards of one leaf that are loaded together: all
+    of them, or one if all exceed the limit.
 
     `asked_limit_bytes` is the limit that the caller of `load` gave, if any. Raises
     `CheckpointError` if a shard exceeds it.
@@ -170,8 +171,8 @@ def _unit_of_leaf(
     leaf: LeafToLoad,
     shards_by_kind: dict[object, LeafShards],
 ) -> Unit:
-    """The unit of all shards of a leaf. New shards are added to `shards_by_kind`, by
-    shape, dtype and sharding.
+    """The unit of all shards of a leaf on this process's devices. `shards_by_kind` has
+    the shards of earlier leaves by shape, dtype and sharding; new ones are added.
 
     Raises `PlanMismatchError` for a sharding without devices.
     """
@@ -185,12 +186,13 @@ def _unit_of_leaf(
                 "the plan has no devices, so there is nowhere to load to; put it on"
                 " some: `plan.on(plan.mesh.build(jax.devices()))`."
             )
-        holders = holders_by_box(boxes_here(leaf.sharding, leaf.shape).items())
+        box_by_device = boxes_here(leaf.sharding, leaf.shape)
+        devices_by_box = holders_by_box(box_by_device.items())
         shards = LeafShards(
-            boxes=tuple(holders),
-            devices=tuple(map(tuple, holders.values())),
-            shapes=tuple(map(box_shape, holders)),
-            sizes=tuple(box_bytes(box, leaf.dtype) for box in holders),
+            boxes=tuple(devices_by_box),
+            devices=tuple(map(tuple, devices_by_box.values())),
+            shapes=tuple(map(box_shape, devices_by_box)),
+            sizes=tuple(box_bytes(box, leaf.dtype) for box in devices_by_box),
             are_on_cpu=is_on_cpu(leaf.sharding),
         )
         shards_by_kind[kind] = shards
@@ -244,6 +246,7 @@ class Flight:
         self._bar = bar
         self._started = collections.deque[_StartedGroup]()
         self._staging_bytes = 0
+        # By the leaf's position in the plan: its boxes and their memory, or its shards.
         self.host_memory: dict[int, tuple[tuple[Box, ...], list[np.ndarray]]] = {}
         self.on_devices: dict[int, list[jax.Array]] = {}
 
@@ -253,18 +256,21 @@ class Flight:
         tasks_of_group: Callable[[Group], Sequence[Task]],
     ) -> None:
         """Waits until `units` fit into the memory limit, takes memory for their shards,
-        and starts the reads that `tasks_of_group` makes for them.
+        and starts the reads that `tasks_of_group` makes for them. It gets each unit with
+        the memory of its shards.
         """
         staging_bytes = sum(unit.staging_bytes for unit in units)
         while self._started and self._staging_bytes + staging_bytes > self._limit_bytes:
             self._finish_oldest()
-        arrays = []
+        shapes_and_dtypes = []
         for unit in units:
             for shape in unit.shards.shapes:
-                arrays.append((shape, unit.leaf.dtype))
+                shapes_and_dtypes.append((shape, unit.leaf.dtype))
         # Large values get separate blocks: `malloc` serves blocks below 32 MiB from
         # memory that was touched before.
-        blocks = [arrays] if len(units) > 1 else [[array] for array in arrays]
+        blocks = [[shape_and_dtype] for shape_and_dtype in shapes_and_dtypes]
+        if len(units) > 1:
+            blocks = [shapes_and_dtypes]
         memory: list[np.ndarray] = []
         for block in blocks:
             memory += buffers(block, memory_to_fill)

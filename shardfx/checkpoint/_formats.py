@@ -199,6 +199,8 @@ def _index_of_directory(place: Place, path: str, names: list[str]) -> Index:
     if place.has_file(state) and (entries or t5x.is_state(place)):
         content = t5x.t5x_content(place)
         return _index_of_entries("t5x", place, content.entries, content.metadata)
+    # The arrays of a T5X checkpoint whose file with all else is lost are no zarr
+    # checkpoint.
     t5x.raise_if_half(place, entries)
     msgpacks = []
     for name in names:
@@ -370,27 +372,27 @@ def _index_of_set(place: Place, content: object, index_path: str) -> Index:
     if saved_files is not None:
         return _index_of_saved_set(place, weight_map, saved_files)
     file_names = dict.fromkeys(weight_map.values())
-    files = {}
-    for name in file_names:
-        files[name] = place.inside(name)
-    headers = safetensors.read_headers(place, files.values())
-    tables = {}
-    for name, file in files.items():
-        tables[name] = headers[file].arrays
-    table = _table_of_set(weight_map, tables)
+    file_paths = {}
+    for file_name in file_names:
+        file_paths[file_name] = place.inside(file_name)
+    headers = safetensors.read_headers(place, file_paths.values())
+    arrays_by_file_name = {}
+    for file_name, file_path in file_paths.items():
+        arrays_by_file_name[file_name] = headers[file_path].arrays
+    table = _table_of_set(weight_map, arrays_by_file_name)
     if table is not None:
         return _index_of_headers(place, headers.values(), table)
-    arrays_by_file = {
-        name: {array.path: array for array in headers[file].arrays}
-        for name, file in files.items()
+    array_by_path_by_file_name = {
+        file_name: {array.path: array for array in arrays}
+        for file_name, arrays in arrays_by_file_name.items()
     }
     entries = []
-    for name, file in weight_map.items():
-        array = arrays_by_file[file].get(name)
+    for tensor_name, file_name in weight_map.items():
+        array = array_by_path_by_file_name[file_name].get(tensor_name)
         if array is None:
             raise CheckpointError(
-                f"{index_path!r} says that tensor {quoted(name)} is in {quoted(file)},"
-                " but that file does not hold it."
+                f"{index_path!r} says that tensor {quoted(tensor_name)} is in"
+                f" {quoted(file_name)}, but that file does not hold it."
             )
         entries.append(array)
     return _index_of_headers(place, headers.values(), tuple(entries))
@@ -416,19 +418,21 @@ def _index_of_headers(
 
 def _table_of_set(
     weight_map: Mapping[str, str],
-    tables: Mapping[str, Sequence[FileArray]],
+    arrays_by_file_name: Mapping[str, Sequence[FileArray]],
 ) -> FileTable | None:
-    """The arrays of a set as a table, in the order of `weight_map`; `None` if a header
-    is no table, or if the map does not name exactly the arrays of the files.
+    """The arrays of a set as one table (arrays as columns), in the order of
+    `weight_map`; `None` if the arrays of a file are no table, or if the map does not
+    name exactly the arrays of the files.
 
-    `tables` has the arrays of each file by the name that `weight_map` has for it.
+    `weight_map` has the name of a file by the name of a tensor, and
+    `arrays_by_file_name` the arrays of each file.
     """
-    file_tables = list(tables.values())
+    file_tables = list(arrays_by_file_name.values())
     if not all_tables(file_tables):
         return None
     file_name_by_path = {}
-    for name, table in zip(tables, file_tables, strict=True):
-        file_name_by_path |= dict.fromkeys(table.paths, name)
+    for file_name, table in zip(arrays_by_file_name, file_tables, strict=True):
+        file_name_by_path |= dict.fromkeys(table.paths, file_name)
     array_count = sum(map(len, file_tables))
     if file_name_by_path != weight_map or array_count != len(file_name_by_path):
         return None
@@ -463,7 +467,8 @@ def _index_of_files(place: Place, files: list[str]) -> Index:
     tables = [header.arrays for header in headers]
     if all_tables(tables):
         table = one_table(tables)
-        if len(table.numbers) == len(table):
+        if len(table.position_by_path) == len(table):
+            # All paths differ.
             return _index_of_headers(place, headers, table)
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:

@@ -56,7 +56,12 @@ def header_table(
     """The table of `data`, the header of `file`; `None` for a header that is written in
     another way or that the format forbids.
 
-    `buffer_bytes` is the number of bytes after the header, if it is known.
+    `buffer_bytes` is the number of bytes after the header, if it is known. `kind_of`
+    gives the kind (dtype, shape and bytes) for the name of a dtype and a shape.
+
+    The text is cut at its quotation marks. A tensor, `"w":{"dtype":"F32","shape":[2],`
+    `"data_offsets":[0,8]},`, gives ten texts: its name, dtype, shape and offsets, and
+    six that are the same for each tensor.
     """
     try:
         text = data.decode("utf-8").rstrip(" ")
@@ -76,6 +81,7 @@ def header_table(
         or not texts[-1].endswith("]}}")
     ):
         return None
+    # The last tensor ends with the brace of the header in place of a comma.
     texts[-1] = f"{texts[-1][:-1]},"
     for position, constant in _CONSTANT.items():
         if set(texts[position::_TEXTS_PER_TENSOR]) != {constant}:
@@ -86,23 +92,23 @@ def header_table(
         return None
     dtypes = texts[_DTYPE::_TEXTS_PER_TENSOR]
     shapes = texts[_SHAPE::_TEXTS_PER_TENSOR]
-    kinds = _kinds(dtypes, shapes, kind_of)
+    kinds = _kind_of_each(dtypes, shapes, kind_of)
     offsets = _offsets(texts[_OFFSETS::_TEXTS_PER_TENSOR])
     if kinds is None or offsets is None:
         return None
     starts = offsets[:, 0]
     stops = offsets[:, 1]
-    sizes_of_kinds = [kind.nbytes for kind in kinds.values]
-    sizes = np.array(sizes_of_kinds, np.int64)
+    bytes_of_kinds = [kind.nbytes for kind in kinds.different]
+    bytes_of_each = np.array(bytes_of_kinds, np.int64)[kinds.position_of_each]
     is_dense = starts[0] == 0 and np.array_equal(starts[1:], stops[:-1])
-    if not is_dense or not np.array_equal(stops - starts, sizes[kinds.numbers]):
+    if not is_dense or not np.array_equal(stops - starts, bytes_of_each):
         return None
     if buffer_bytes is not None and stops[-1] != buffer_bytes:
         return None
     arrays = FileTable(
         paths=names,
-        kinds=kinds.values,
-        kind_numbers=kinds.numbers,
+        kinds=kinds.different,
+        kind_numbers=kinds.position_of_each,
         files=[file],
         file_numbers=np.zeros(len(names), np.int64),
         offsets=starts + (8 + len(data)),
@@ -132,25 +138,29 @@ def _metadata_and_tensors(text: str) -> tuple[dict[str, str] | None, str]:
 
 
 class _Kinds(NamedTuple):
-    """The different kinds of some tensors, and the position of the kind of each."""
+    """The different kinds of some tensors, and the position in them of the kind of each
+    tensor.
+    """
 
-    values: list[ArrayKind]
-    numbers: np.ndarray
+    different: list[ArrayKind]
+    position_of_each: np.ndarray
 
 
-def _kinds(
+def _kind_of_each(
     dtypes: Sequence[str],
     shapes: Sequence[str],
     kind_of: KindOf,
 ) -> _Kinds | None:
-    """The kinds of the tensors with these names of dtypes and these texts of shapes,
-    tensor by tensor. A text of a shape has the punctuation around it: `:[2,3],`. The
-    result is `None` if a shape is written in another way, or if the format forbids a
-    kind.
+    """The different kinds (dtype and shape) of tensors, and the position in them of each
+    tensor's kind. `dtypes` has the name of each tensor's dtype, and `shapes` the text of
+    its shape with the punctuation around it: `:[2,3],`.
+
+    The result is `None` if a shape is written in another way, or if the format forbids
+    a kind.
     """
     kind_texts = list(map(operator.add, dtypes, shapes))
-    number_of: dict[str, int] = {}
-    values = []
+    position_by_text: dict[str, int] = {}
+    kinds = []
     for text in dict.fromkeys(kind_texts):
         dtype_name, colon, shape = text.partition(":")
         match = _SHAPE_TEXT.fullmatch(f"{colon}{shape}")
@@ -163,11 +173,11 @@ def _kinds(
             return None
         if kind is None:
             return None
-        number_of[text] = len(values)
-        values.append(kind)
-    numbers_of_texts = map(number_of.__getitem__, kind_texts)
-    numbers = np.fromiter(numbers_of_texts, np.int64, len(kind_texts))
-    return _Kinds(values, numbers)
+        position_by_text[text] = len(kinds)
+        kinds.append(kind)
+    position_of_each = map(position_by_text.__getitem__, kind_texts)
+    positions = np.fromiter(position_of_each, np.int64, len(kind_texts))
+    return _Kinds(kinds, positions)
 
 
 def _offsets(texts: Sequence[str]) -> np.ndarray | None:

@@ -115,16 +115,18 @@ class Index:
         return nested(below(self, prefix))
 
     def __str__(self) -> str:
-        groups: dict[object, list[ArrayEntry]] = {}
+        # Arrays whose paths differ only in numbers, such as those of layers, are a row.
+        entries_by_kind: dict[object, list[ArrayEntry]] = {}
         for entry in self.entries:
             kind = (between_numbers(entry.path), entry.shape, entry.stored)
-            groups.setdefault(kind, []).append(entry)
-        shown = list(groups.values())[:_SHOWN_ROWS]
+            entries_by_kind.setdefault(kind, []).append(entry)
+        groups = list(entries_by_kind.values())
+        shown = groups[:_SHOWN_ROWS]
         lines = table(
             [("path", "arrays", "shape", "bytes"), *map(_row, shown)],
             right={"arrays", "bytes"},
         )
-        hidden = list(groups.values())[_SHOWN_ROWS:]
+        hidden = groups[_SHOWN_ROWS:]
         if hidden:
             lines.append(f"... {sum(map(len, hidden)):,} arrays more")
         size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
@@ -149,6 +151,7 @@ def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
         nbytes = "?"
     path = printable(joined([entry.path for entry in entries]))
     if len(path) > _SHOWN_CHARACTERS:
+        # The first 30 characters and the last ones, with dots between them.
         path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"
     return path, str(len(entries)), array, nbytes
 
@@ -190,7 +193,8 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
 
 def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to `prefix`; all entries
-    if it is `None`.
+    if it is `None`. An entry with a `group`, the prefix under which an eformer index
+    lists it, is below this prefix alone.
 
     Raises `CheckpointError` if there is no entry.
     """

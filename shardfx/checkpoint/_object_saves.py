@@ -351,7 +351,7 @@ def save_objects(
         advance=lambda _: None,
         total_bytes=content.nbytes,
         commit=commit,
-        note=lambda: json.dumps(save.files),
+        text_of_process=lambda: json.dumps(save.files),
     )
 
 

@@ -107,7 +107,7 @@ class FileTable(Sequence[FileArray]):
         return repr(tuple(self))
 
     @ft.cached_property
-    def numbers(self) -> Mapping[str, int]:
+    def position_by_path(self) -> Mapping[str, int]:
         """The position of each array by its path."""
         return dict(zip(self.paths, range(len(self.paths)), strict=True))
 
@@ -115,9 +115,9 @@ class FileTable(Sequence[FileArray]):
         """The arrays with these paths, in their order."""
         if paths is self.paths:
             return self
-        numbers = map(self.numbers.__getitem__, paths)
-        numbers_array = np.fromiter(numbers, np.int64, len(paths))
-        return self._rows(numbers_array, paths)
+        position_of_each = map(self.position_by_path.__getitem__, paths)
+        positions = np.fromiter(position_of_each, np.int64, len(paths))
+        return self._rows(positions, paths)
 
     def at_positions(self, positions: np.ndarray) -> "FileTable":
         """The arrays at these positions of the table."""
@@ -125,8 +125,8 @@ class FileTable(Sequence[FileArray]):
             positions, np.arange(len(self))
         ):
             return self
-        numbers: list[int] = positions.tolist()
-        paths = [self.paths[number] for number in numbers]
+        position_list: list[int] = positions.tolist()
+        paths = [self.paths[position] for position in position_list]
         return self._rows(positions, paths)
 
     def _rows(self, positions: np.ndarray, paths: Sequence[str]) -> "FileTable":
@@ -142,14 +142,14 @@ class FileTable(Sequence[FileArray]):
 
     def used_kinds(self) -> list[ArrayKind]:
         """The kinds that some array has."""
-        used_kinds = np.unique(self.kind_numbers)
-        return [self.kinds[number] for number in used_kinds]
+        used_numbers = np.unique(self.kind_numbers)
+        return [self.kinds[kind_number] for kind_number in used_numbers]
 
     def used_files(self) -> list[str]:
         """The files that hold some array, in the order of their first arrays."""
-        numbers, firsts = np.unique(self.file_numbers, return_index=True)
-        in_order: list[int] = numbers[np.argsort(firsts)].tolist()
-        return [self.files[number] for number in in_order]
+        used_numbers, first_arrays = np.unique(self.file_numbers, return_index=True)
+        in_order: list[int] = used_numbers[np.argsort(first_arrays)].tolist()
+        return [self.files[file_number] for file_number in in_order]
 
 
 class ByPath(Mapping[str, FileArray]):
@@ -159,16 +159,16 @@ class ByPath(Mapping[str, FileArray]):
         self._table = table
 
     def __getitem__(self, path: str) -> FileArray:
-        return self._table[self._table.numbers[path]]
+        return self._table[self._table.position_by_path[path]]
 
     def __contains__(self, path: object) -> bool:
-        return path in self._table.numbers
+        return path in self._table.position_by_path
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table.numbers)
+        return iter(self._table.position_by_path)
 
     def __len__(self) -> int:
-        return len(self._table.numbers)
+        return len(self._table.position_by_path)
 
 
 def by_path(entries: Sequence[E]) -> Mapping[str, E | FileArray]:
@@ -190,23 +190,23 @@ def one_table(tables: Sequence[FileTable]) -> FileTable:
     if len(tables) == 1:
         return tables[0]
     paths: list[str] = []
-    numbers_of_kinds: dict[ArrayKind, int] = {}
-    numbers_of_files: dict[str, int] = {}
+    number_by_kind: dict[ArrayKind, int] = {}
+    number_by_file: dict[str, int] = {}
     kind_numbers = []
     file_numbers = []
     for table in tables:
         paths += table.paths
         kind_numbers.append(
-            _renumbered(table.kind_numbers, table.kinds, numbers_of_kinds)
+            _renumbered(table.kind_numbers, table.kinds, number_by_kind)
         )
         file_numbers.append(
-            _renumbered(table.file_numbers, table.files, numbers_of_files)
+            _renumbered(table.file_numbers, table.files, number_by_file)
         )
     return FileTable(
         paths=paths,
-        kinds=list(numbers_of_kinds),
+        kinds=list(number_by_kind),
         kind_numbers=np.concatenate(kind_numbers),
-        files=list(numbers_of_files),
+        files=list(number_by_file),
         file_numbers=np.concatenate(file_numbers),
         offsets=np.concatenate([table.offsets for table in tables]),
     )
@@ -215,12 +215,15 @@ def one_table(tables: Sequence[FileTable]) -> FileTable:
 def _renumbered(
     old_numbers: np.ndarray,
     values: Iterable[T],
-    numbers_of_values: dict[T, int],
+    number_by_value: dict[T, int],
 ) -> np.ndarray:
-    """The positions of the same values in `numbers_of_values`, to which new values are
-    added.
+    """The numbers in `number_by_value`, to which new values are added, of the values at
+    `old_numbers` in `values`.
+
+    For `[1, 0, 1]`, the values `["a", "b"]` and `{"b": 0}` they are `[0, 1, 0]`.
     """
-    new_numbers = [
-        numbers_of_values.setdefault(v, len(numbers_of_values)) for v in values
-    ]
+    new_numbers = []
+    for value in values:
+        new_number = number_by_value.setdefault(value, len(number_by_value))
+        new_numbers.append(new_number)
     return np.array(new_numbers, np.int64)[old_numbers]
