@@ -97,8 +97,8 @@ def units_of(
     asked_limit_bytes: int | None,
 ) -> tuple[list[Unit], int]:
     """The units of all leaves, in the order of their positions in the files, and the
-    memory limit in bytes. A unit is the shards of one leaf that are loaded together: all
-    of them, or one if all exceed the limit.
+    memory limit in bytes. A unit is the shards of one leaf that are loaded together:
+    all of them, or one if all exceed the limit.
 
     `asked_limit_bytes` is the limit that the caller of `load` gave, if any. Raises
     `CheckpointError` if a shard exceeds it.
@@ -256,8 +256,8 @@ class Flight:
         tasks_of_group: Callable[[Group], Sequence[Task]],
     ) -> None:
         """Waits until `units` fit into the memory limit, takes memory for their shards,
-        and starts the reads that `tasks_of_group` makes for them. It gets each unit with
-        the memory of its shards.
+        and starts the reads that `tasks_of_group` makes for them. It gets each unit
+        with the memory of its shards.
         """
         staging_bytes = sum(unit.staging_bytes for unit in units)
         while self._started and self._staging_bytes + staging_bytes > self._limit_bytes:

@@ -151,9 +151,9 @@ def _kind_of_each(
     shapes: Sequence[str],
     kind_of: KindOf,
 ) -> _Kinds | None:
-    """The different kinds (dtype and shape) of tensors, and the position in them of each
-    tensor's kind. `dtypes` has the name of each tensor's dtype, and `shapes` the text of
-    its shape with the punctuation around it: `:[2,3],`.
+    """The different kinds (dtype and shape) of tensors, and the position in them of
+    each tensor's kind. `dtypes` has the name of each tensor's dtype, and `shapes` the
+    text of its shape with the punctuation around it: `:[2,3],`.
 
     The result is `None` if a shape is written in another way, or if the format forbids
     a kind.

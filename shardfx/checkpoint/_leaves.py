@@ -69,13 +69,13 @@ class Leaves:
 
     - `arrays`: the path and the value of each array; the value of an array of PRNG keys
       is its key data.
-    - `kinds`: the dtype's name by the array's path, only for dtypes that safetensors
-      cannot name.
+    - `dtype_names`: the dtype's name by the array's path, only for dtypes that
+      safetensors cannot name.
     - `numbers`: the Python numbers by path.
     """
 
     arrays: Sequence[tuple[str, Any]]
-    kinds: Mapping[str, str]
+    dtype_names: Mapping[str, str]
     numbers: Mapping[str, Any]
 
 
@@ -119,11 +119,12 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     plan_rows = tree_plan.content.rows
     row_numbers = rows_of(tree_plan.content, flat, are_put_on_devices=False)
     arrays: list[tuple[str, Any]] = []
-    kinds: dict[str, str] = {}
+    dtype_names: dict[str, str] = {}
     numbers: dict[str, Any] = {}
     others: dict[str, object] = {}
     # A model has many leaves of few kinds: a check of one leaf holds for all of its
-    # kind. The value is the name of the dtype that the metadata has for the leaf.
+    # kind. The value is the name of the dtype that the metadata has for the leaf;
+    # `None` for a dtype that safetensors can name itself.
     name_by_kind: dict[object, str | None] = {}
     rows = zip(flat.paths, flat.leaves, flat.is_array, row_numbers, strict=True)
     # `row` is the number of the leaf's row in the plan. It is negative for a leaf that
@@ -137,17 +138,18 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
             continue
         # The plan has a number or a function where it has no row, such as the step
         # counter before the first step made an array of it.
-        planned = None
+        planned_dtype = None
         if row >= 0:
-            planned = plan_rows[row].dtype
-        kind = (type(leaf), getattr(leaf, "dtype", None), planned)
+            planned_dtype = plan_rows[row].dtype
+        kind = (type(leaf), getattr(leaf, "dtype", None), planned_dtype)
         if kind not in name_by_kind:
-            _check_leaf(path, leaf, planned)
+            _check_leaf(path, leaf, planned_dtype)
             is_named = leaf.dtype in safetensors.NAMES
             name_by_kind[kind] = None if is_named else encode_dtype(leaf.dtype)
         name = name_by_kind[kind]
         if name is not None:
-            kinds[path] = name
+            dtype_names[path] = name
+            # PRNG keys are saved as their key data.
             leaf = raw(leaf)
         arrays.append((path, leaf))
     if others:
@@ -156,7 +158,7 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
         if not path.isascii() or path == safetensors.METADATA:
             _check_path(path)
     _raise_for_equal_paths(arrays, numbers)
-    return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+    return Leaves(arrays=arrays, dtype_names=dtype_names, numbers=numbers)
 
 
 def _raise_for_equal_paths(
@@ -191,9 +193,9 @@ def _check_path(path: str) -> None:
         )
 
 
-def _check_leaf(path: str, leaf: object, planned: object) -> None:
-    """Raises `LeafTypeError` for a leaf that `load` could not read. `planned` is its
-    dtype in the plan; `None` if the plan has no array there.
+def _check_leaf(path: str, leaf: object, planned_dtype: object) -> None:
+    """Raises `LeafTypeError` for a leaf that `load` could not read. `planned_dtype` is
+    its dtype in the plan; `None` if the plan has no array there.
     """
     name = printable(path)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -207,14 +209,14 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
             f"leaf `{name}` is {leaf.dtype}, which safetensors cannot hold; cast it"
             " before saving."
         )
-    if planned is None:
-        planned = canonical_dtype(leaf.dtype)
-    if leaf.dtype != planned:
+    if planned_dtype is None:
+        planned_dtype = canonical_dtype(leaf.dtype)
+    if leaf.dtype != planned_dtype:
         raise LeafTypeError(
-            f"leaf `{name}` is {leaf.dtype} in NumPy and {planned} in the plan, which"
-            " was made without 64-bit dtypes, so `load` could not give it back under"
-            f" this plan. Save `leaf.astype({str(planned)!r})` if its values fit, or"
-            ' plan after `jax.config.update("jax_enable_x64", True)`.'
+            f"leaf `{name}` is {leaf.dtype} in NumPy and {planned_dtype} in the plan,"
+            " which was made without 64-bit dtypes, so `load` could not give it back"
+            f" under this plan. Save `leaf.astype({str(planned_dtype)!r})` if its values"
+            ' fit, or plan after `jax.config.update("jax_enable_x64", True)`.'
         )
 
 
@@ -267,9 +269,11 @@ class _Sources:
     def strided_boxes_in(self, piece_back: Piece, box: Box) -> list[StridedBox]:
         """The boxes of a tensor that are in `box` of the array that it is a part of,
         each with the strided part of the memory of `box` that holds it. `piece_back`
-        copies the tensor to the array.
+        copies the tensor to the array: its source is the tensor.
         """
-        # The tensors of a stack differ only in their position.
+        # The tensors of a stack differ only in their position. So the boxes are found
+        # once, for a tensor at the start of `box`, and then moved by the distance of
+        # this one, in elements for each dimension.
         distance = from_start(piece_back, box)
         piece_at_start = shifted(piece_back, [-steps for steps in distance])
         key = (
@@ -321,6 +325,9 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     """Yields the arrays, of those that `save` writes, whose elements are a row of the
     memory of the array that they are parts of. An array is left out if it is no such
     part, or if this process does not write all of it.
+
+    `values` are the arrays to write, and `numbers` are positions in them. An owner has
+    the parts of one array that are alike, as columns, and the array.
     """
     numbers_by_owner: dict[int, list[int]] = {}
     for number, value in enumerate(values):
@@ -331,7 +338,8 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     for numbers in numbers_by_owner.values():
         parts, sources = values[numbers[0]].owner
         value = parts.first.value
-        # One piece must make the whole part, without a change of its elements.
+        # One piece must make the whole part, from its first element on, and without a
+        # change of its elements.
         is_whole = parts.first.elements == math.prod(parts.shape)
         if value.casts or any(parts.first.target) or not is_whole:
             continue
@@ -339,6 +347,7 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
         if any(shard.dtype != parts.dtype for _, shard in shards):
             continue
         numbers_in_owner = [values[number].number for number in numbers]
+        # The parts are small arrays, which are copied back to the array.
         for rows in rows_of_alike(
             first=swapped(parts.first),
             positions=parts.sources[numbers_in_owner],
@@ -365,9 +374,11 @@ def _boxes_of_mapped(
     """
     for piece in leaf.pieces:
         if piece.value.path is None:
+            # The map fills these elements with a constant.
             if is_first:
                 yield from _constant_boxes(piece)
             continue
+        # From the array that the map makes to the one that this process holds.
         piece_back = swapped(piece)
         for box, memory in sources.shards(piece.value.path, is_first):
             for strided_box in sources.strided_boxes_in(piece_back, box):
@@ -404,6 +415,7 @@ def host_copy(value: Any) -> Output:
     array may then be deleted.
     """
     shards = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
+    # A NumPy array is whole on all processes, and the first one writes it.
     is_everywhere = not isinstance(value, jax.Array)
 
     def pieces(is_first: bool) -> Iterator[BoxValues]:
@@ -456,34 +468,38 @@ def exported(leaves: Leaves, map: TreeMap, target_tree: object) -> Leaves:
     """The arrays that `map` makes of the arrays in `leaves`.
 
     `target_tree` is a tree with the shapes and dtypes of the arrays to make. If it is
-    `None`, they follow from the map.
+    `None`, they follow from the map. The values of the result are an `Output` or a
+    `PartOutput`, which compute their elements when they are written.
     """
     source_structs = {}
     for path, value in leaves.arrays:
-        keys = prng.key_named(leaves.kinds.get(path))
-        source_structs[path] = _struct_of(value, keys)
+        key_dtype = prng.key_named(leaves.dtype_names.get(path))
+        source_structs[path] = _struct_of(value, key_dtype)
     target_structs = None
     number_targets = None
     if target_tree is not None:
         target_structs, number_targets = target_leaves(target_tree)
+    # The Python numbers that the map copies: pairs of a path in the result and a path
+    # in the tree.
     copies = number_copies(map.steps, leaves.numbers, number_targets)
     sources = _Sources(dict(leaves.arrays))
     mapped_arrays = in_parts(bound(map, source_structs, target_structs, copies))
-    kinds: dict[str, str] = {}
+    dtype_names: dict[str, str] = {}
     outputs: dict[str, Output | PartOutput] = {}
     other_arrays = dict(mapped_arrays.others)
+    # Arrays that are alike parts of one array come together, in thousands.
     for parts in mapped_arrays.parts:
         if is_key(parts.dtype):
             other_arrays |= {path: mapped_arrays[path] for path in parts.paths}
             continue
         _require_storable(parts.paths[0], parts.dtype)
         if parts.dtype not in safetensors.NAMES:
-            kinds |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
+            dtype_names |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
         outputs |= _outputs_of(_Parts(parts, sources))
     for path, leaf in other_arrays.items():
         _raise_if_scaled(path, leaf)
         if leaf.dtype not in safetensors.NAMES:
-            kinds[path] = encode_dtype(leaf.dtype)
+            dtype_names[path] = encode_dtype(leaf.dtype)
         if is_key(leaf.dtype):
             leaf = _key_data_of(leaf)
         else:
@@ -495,14 +511,14 @@ def exported(leaves: Leaves, map: TreeMap, target_tree: object) -> Leaves:
         )
     arrays = [(path, outputs[path]) for path in mapped_arrays]
     numbers = {}
-    for path, route in copies.routes:
-        numbers[path] = leaves.numbers[route]
-    return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+    for path, path_in_tree in copies.routes:
+        numbers[path] = leaves.numbers[path_in_tree]
+    return Leaves(arrays=arrays, dtype_names=dtype_names, numbers=numbers)
 
 
 def _outputs_of(owner: _Parts) -> Iterator[tuple[str, PartOutput]]:
     """The path and the output of each of the parts of an array. A model has many
-    thousands of them, so none is made by a call with names.
+    thousands of them, so none is made by a call with keyword arguments.
     """
     parts = owner.parts
     output_of = ft.partial(PartOutput, parts.shape, parts.dtype, owner)
@@ -517,21 +533,25 @@ def _require_storable(path: str, dtype: DType) -> None:
         )
 
 
-def _struct_of(value: Any, keys: DType | None) -> Struct:
-    """The shape and dtype of an array; for key data those of its keys, of dtype `keys`."""
-    if keys is None:
+def _struct_of(value: Any, key_dtype: DType | None) -> Struct:
+    """The shape and dtype of an array; for key data those of its keys, of dtype
+    `key_dtype`.
+    """
+    if key_dtype is None:
         return Struct(shape=tuple(value.shape), dtype=np.dtype(value.dtype))
-    rank = value.ndim - len(key_data_struct(keys).shape)
-    return Struct(shape=tuple(value.shape[:rank]), dtype=keys)
+    rank = value.ndim - len(key_data_struct(key_dtype).shape)
+    return Struct(shape=tuple(value.shape[:rank]), dtype=key_dtype)
 
 
 def _key_data_of(leaf: Made) -> Made:
-    """The key data of an array of PRNG keys that a map makes."""
-    bits = key_data_struct(leaf.dtype)
+    """The key data of an array of PRNG keys that a map makes: the data of one key are
+    further dimensions.
+    """
+    data_of_key = key_data_struct(leaf.dtype)
     return Made(
-        shape=(*leaf.shape, *bits.shape),
-        dtype=np.dtype(bits.dtype),
-        pieces=tuple([extended(piece, bits.shape) for piece in leaf.pieces]),
+        shape=(*leaf.shape, *data_of_key.shape),
+        dtype=np.dtype(data_of_key.dtype),
+        pieces=tuple([extended(piece, data_of_key.shape) for piece in leaf.pieces]),
     )
 
 

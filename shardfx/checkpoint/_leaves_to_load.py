@@ -133,8 +133,8 @@ def leaves_to_load(
         )
     leaves: list[LeafToLoad] = []
     problems: list[tuple[str, str | None]] = []
-    # A model has many leaves of few kinds: a result for one leaf holds for all of its
-    # kind.
+    # A model has many leaves of few kinds: the dtype in which one leaf is loaded holds
+    # for all of its kind.
     dtypes_by_kind: dict[object, Any] = {}
     for path, planned in target.arrays:
         entry = index.by_path.get(path)
@@ -160,6 +160,7 @@ def leaves_to_load(
             problems.append((path, str(error)))
             continue
         leaves.append(leaf)
+        # Leaves of PRNG keys or of a packed array are more than one cast array.
         if leaf.keys is None and leaf.pieces is None:
             dtypes_by_kind[kind] = leaf.dtype
     numbers = numbers_of(index, target, is_lenient=unread == "allow")
@@ -309,6 +310,7 @@ def _mapped_leaves_to_load(
         error=LeafTypeError,
         fix="write `map=TreeMap({...})`",
     )
+    # The Python numbers of the checkpoint by path. A map uses them like arrays.
     saved = saved_numbers(index) or {}
     source = _structs_by_path(index)
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
@@ -319,6 +321,7 @@ def _mapped_leaves_to_load(
         if dtype is None:
             leaf_dtype = planned.dtype
         structs[path] = Struct(tuple(planned.shape), leaf_dtype)
+    # The path in the checkpoint by the position of a leaf that is a Python number.
     routes: dict[int, str] = {}
     for other in target.others:
         route = None
@@ -328,6 +331,7 @@ def _mapped_leaves_to_load(
             routes[other.position] = route
             structs[other.path] = Struct((), source[route].dtype)
     if unread == "allow":
+        # The map need not say what it does with all arrays of the checkpoint.
         map = without_rest(map)
     mapped_leaves = bound(map, source, structs)
     numbers = routed_numbers(index, target, routes)

@@ -16,8 +16,10 @@ from ._place import MissingError
 from ._staging import PARTIAL_NAME, remove_partial
 
 
-# The data of a save: when it began, and a token that no other save has.
+# The directory of a save's data: that of the checkpoint, the second in which the save
+# began, and a token that no other save has.
 DATA_NAME = re.compile(r"(?:(.*)/)?data-(\d+)-[0-9a-f]{16}")
+# An object of a save: the numbers of its process and of the object, and its bytes.
 _OBJECT = re.compile(r"\d+-\d+-(\d+)\.safetensors")
 
 
@@ -133,35 +135,40 @@ def _left_in_store(
     remove: bool,
 ) -> tuple[LeftOver, ...]:
     """The result of `left_over` for an address: the directories of data below it that
-    no index names. `now` is the time in seconds. A name of such a directory has the
-    time at which its save began.
+    no index names. `now` is the time in seconds.
+
+    Such a directory is `step-100/data-1700000000-...`: in that of the checkpoint, and
+    with the second in which the save began. The names of its objects have their bytes.
     """
     place = ObjectPlace(address)
-    sizes: dict[str, int] = {}
+    bytes_by_directory: dict[str, int] = {}
     for key in place.keys_below(address.path):
-        data, _, name = key.rpartition("/")
-        if DATA_NAME.fullmatch(data):
-            match = _OBJECT.fullmatch(name)
+        directory, _, object_name = key.rpartition("/")
+        if DATA_NAME.fullmatch(directory):
+            object_match = _OBJECT.fullmatch(object_name)
             nbytes = 0
-            if match:
-                nbytes = int(match[1])
-            sizes[data] = sizes.get(data, 0) + nbytes
+            if object_match:
+                nbytes = int(object_match[1])
+            bytes_so_far = bytes_by_directory.get(directory, 0)
+            bytes_by_directory[directory] = bytes_so_far + nbytes
     unnamed = []
-    for data in sorted(sizes):
-        match = DATA_NAME.fullmatch(data)
+    for directory in sorted(bytes_by_directory):
+        match = DATA_NAME.fullmatch(directory)
         assert match is not None
+        checkpoint_path = match[1]
+        began_at_seconds = int(match[2])
         target = address
-        if match[1]:
-            target = address.below(match[1])
-        age_seconds = max(0.0, now - int(match[2]))
-        name = data.rpartition("/")[2]
+        if checkpoint_path:
+            target = address.below(checkpoint_path)
+        age_seconds = max(0.0, now - began_at_seconds)
+        name = directory.rpartition("/")[2]
         if age_seconds < older_than_seconds or _is_named(target, name):
             continue
-        path = address.below(data)
+        path = address.below(directory)
         partial_save = LeftOver(
             path=path.shown,
             target=target.shown,
-            nbytes=sizes[data],
+            nbytes=bytes_by_directory[directory],
             age_seconds=age_seconds,
         )
         unnamed.append(partial_save)

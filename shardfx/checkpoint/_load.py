@@ -331,6 +331,7 @@ def _read(
     with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
         index.place.require_unchanged()
+        # An object that goes on behind its last tensor is damaged.
         tails = _begun_tails(index, names)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit_bytes, bar)
@@ -390,8 +391,8 @@ def _group_bytes(unit: Unit) -> int:
     """The bytes that a unit counts in a group. Leaves of many small arrays count less,
     since those of several leaves lie side by side in the file.
     """
-    arrays = len(unit.leaf.entries)
-    if unit.staging_bytes or unit.nbytes > _SMALL_BYTES * arrays:
+    array_count = len(unit.leaf.entries)
+    if unit.staging_bytes or unit.nbytes > _SMALL_BYTES * array_count:
         return unit.nbytes
     return unit.nbytes // _SMALL_UNITS
 
@@ -402,7 +403,8 @@ def _tasks(
     missing_chunks: MissingChunks,
     group: Group,
 ) -> list[Task]:
-    """The functions that read the units of a group, for a pool of threads.
+    """The functions that read the units of a group, for a pool of threads. A group has
+    each unit with the memory of its shards, one array for each box.
 
     Most arrays are read in spans of bytes by `files`. Chunks of a store, pieces that
     need more than a copy, and small rows of one array are read by functions of their
@@ -420,8 +422,9 @@ def _tasks(
             else:
                 reads += rows.each()
         leaf = rows_and_rest.leaf_with_rest
-        plain, gathered = fetches(leaf, boxes)
-        for fetch in plain:
+        # What is only copied or cast, and pieces that need more than that.
+        plain_fetches, gathered_pieces = fetches(leaf, boxes)
+        for fetch in plain_fetches:
             entry = fetch.entry
             targets = fetch.targets(memory)
             if isinstance(entry, StoreArray):
@@ -432,7 +435,7 @@ def _tasks(
             else:
                 spans = spans_into(entry, fetch, leaf.dtype, gap_bytes)
                 reads += reads_of(entry, spans, targets)
-        for box_number, piece in gathered:
+        for box_number, piece in gathered_pieces:
             task = ft.partial(
                 read_piece,
                 files=files,

@@ -125,7 +125,8 @@ def read_tree(place: Place, file_path: str) -> Any:
 def _value(cursor: _Cursor, depth: int) -> Any:
     """The value that begins at the cursor, which is `depth` levels below the root. The
     first byte is the kind of the value; it also holds a small number, or the length of
-    a short map, list or text.
+    a short map, list or text. The bytes of an array are skipped: the value is their
+    position and their number.
     """
     if depth > _MOST_NESTED:
         raise cursor.damaged(f"it is nested more than {_MOST_NESTED} deep")
@@ -175,6 +176,7 @@ def _list(cursor: _Cursor, count: int, depth: int) -> list[Any]:
 
 
 def _map(cursor: _Cursor, count: int, depth: int) -> dict[str, Any]:
+    """The map of `count` keys and values that begins at the cursor."""
     members: dict[str, Any] = {}
     for _ in range(count):
         key = _value(cursor, depth + 1)

@@ -79,7 +79,8 @@ def saved_numbers(index: Index) -> dict[str, Any] | None:
 
 
 def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
-    """What each leaf of `target` that is no array gets from the checkpoint.
+    """What each leaf of `target` that is no array gets from the checkpoint: numbers by
+    the position of the leaf, arrays of rank 0 that are still to be read, and problems.
 
     A function or a string gets nothing. An array or a number of the checkpoint at its
     path is a problem, unless `is_lenient`: the checkpoint's arrays need not be read.

@@ -86,17 +86,22 @@ _LOG_IN = {
 
 
 def fault(driver: str, what: str, action: Action, error: Exception) -> CheckpointError:
-    """The error for a request that failed.
+    """The error for a request that failed. It says what the store answered, and a fix
+    that depends on the store, the action and the answer.
 
-    `what` names the store, the bucket and the key, and `error` is TensorStore's.
+    `driver` is TensorStore's driver of the store, `what` names the store, the bucket
+    and the key, and `error` is TensorStore's.
     """
     text = str(error)
     if text.startswith("OUT_OF_RANGE"):
         return ShortError(f"{what} is shorter than what is read of it; copy it again.")
-    matches = [match[match.lastindex or 0] for match in _SHOWN.finditer(text)]
-    answer = ", ".join(dict.fromkeys(matches)) or text.partition("[")[0][:200]
+    # The status, the code and the message of the answer: of the groups of a match, the
+    # one that is there.
+    shown_parts = [match[match.lastindex or 0] for match in _SHOWN.finditer(text)]
+    answer = ", ".join(dict.fromkeys(shown_parts)) or text.partition("[")[0][:200]
     shown = printable(_SECRET.sub("...", answer)).strip(" .")
-    fix = next(fix for sign, fix in _FIXES.items() if re.search(sign, text))
+    # The last pattern is in every text.
+    fix = next(fix for pattern, fix in _FIXES.items() if re.search(pattern, text))
     region = "eu-west-1"
     if match := _REGION.search(text):
         region = match[match.lastindex or 0]

@@ -57,7 +57,12 @@ class Request(NamedTuple):
 
 
 def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[ObjectRange]:
-    """Yields the pieces of a read, one for each run of bytes or each memory."""
+    """Yields the byte ranges of an object that a read needs, each with the memory that
+    it fills: one for each run of the read's span, or for each of `memories`, which are
+    filled one after the other.
+
+    A span of several runs has one every `span.step` bytes, each of `span.run_bytes`.
+    """
     span = read.span
     if span.runs > 1:
         # A span of several runs fills one memory.
@@ -127,6 +132,7 @@ class ObjectFiles:
         pieces: list[ObjectRange] = []
         scratch: list[tuple[Read, np.ndarray]] = []
         for read in reads:
+            # Elements that change their order or their dtype take a copy.
             memories = memory_in_place(read)
             if memories is None:
                 memory = np.empty(read.span.nbytes, np.uint8)

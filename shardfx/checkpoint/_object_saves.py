@@ -209,8 +209,9 @@ class ObjectSave:
         metadata says of which array each piece is a part.
         """
         paths = [piece.part.path for piece in pieces]
-        kinds = safetensors.metadata_of_kinds(paths, self.content.leaves.kinds)
-        metadata = {**self.content.metadata, **kinds}
+        dtype_names = self.content.leaves.dtype_names
+        metadata_of_dtypes = safetensors.metadata_of_dtypes(paths, dtype_names)
+        metadata = {**self.content.metadata, **metadata_of_dtypes}
         parts = {
             piece.tensor: piece.part.to_json()
             for piece in pieces
@@ -304,9 +305,11 @@ def save_objects(
     token: str,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes a checkpoint to a store, together with the other processes. `token` is a
-    text that no other save has, and `advance` is called with the bytes of each object
-    that is there.
+    """Writes a checkpoint to a store, together with the other processes.
+
+    `afterwards` is closed at the end of the save, once the other processes know of an
+    error. `file_bytes` is the most bytes of an object, `token` is a text that no other
+    save has, and `advance` is called with the bytes of each object that is there.
     """
     if place.address.name.endswith(".safetensors"):
         _save_file(place, processes, content, overwrite)
@@ -329,7 +332,8 @@ def save_objects(
     processes.run_on_first(
         lambda: _require_absent(place, index_key, "save to a new name")
     )
-    # It is closed after the pool, when this process writes no more objects.
+    # It removes what was written, and is closed after the pool, when this process
+    # writes no more objects.
     cleanup = contextlib.ExitStack()
     afterwards.push(cleanup)
     if processes.is_first:
@@ -373,8 +377,9 @@ def _save_file(
         _require_absent(place, key, "pass `overwrite=True` to replace it")
     arrays = content.leaves.arrays
     paths = [path for path, _ in arrays]
-    kinds = safetensors.metadata_of_kinds(paths, content.leaves.kinds)
-    metadata = {**content.metadata, **kinds}
+    dtype_names = content.leaves.dtype_names
+    metadata_of_dtypes = safetensors.metadata_of_dtypes(paths, dtype_names)
+    metadata = {**content.metadata, **metadata_of_dtypes}
     if content.plan_text is not None:
         metadata[safetensors.PLAN_KEY] = content.plan_text
 

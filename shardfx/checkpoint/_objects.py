@@ -225,6 +225,9 @@ class ObjectPlace:
             return [*pool.map(call, items)]
 
     def require_unchanged(self) -> None:
+        """Raises `ChangedError` if an object of a store of chunks was written since its
+        first read, which recorded its generation.
+        """
         # Other reads compare the generation of their object, but TensorStore reads
         # chunks.
         keys = [key for key in list(self.generations) if key.endswith(_OF_CHUNKS)]
@@ -266,6 +269,7 @@ class ObjectFile(NamedTuple):
         return None
 
     def read(self, count: int, offset: int) -> bytes:
+        """The `count` bytes from `offset` on, or fewer if the object ends before."""
         if not count:
             return b""
         data = self._between(offset, offset + count)

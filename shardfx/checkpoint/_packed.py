@@ -80,15 +80,19 @@ def _flat_range(entry: FileArray, box: Box) -> tuple[int, int]:
 
 
 def unpacked(raw: np.ndarray, entry: FileArray, box: Box) -> np.ndarray:
-    """The elements of a box, from the bytes of `raw_box`."""
+    """The elements of a box of the packed tensor `entry`, from the bytes `raw` that
+    `raw_box` names. A byte has two elements, the first in its lower half.
+    """
     low = raw & 15
     high = raw >> 4
     elements = np.stack([low, high], axis=-1).reshape(*raw.shape[:-1], -1)
     shape = box_shape(box)
     if _has_whole_rows(entry):
+        # A box that begins at an odd element begins in the middle of a byte.
         start = box[-1][0] % 2
         chosen = elements[..., start : start + shape[-1]]
     else:
+        # The position of each element of the box among those of the bytes.
         first, _ = _flat_range(entry, box)
         positions = np.full(shape, first % 2)
         for dim, stride in enumerate(strides_of(entry.shape)):

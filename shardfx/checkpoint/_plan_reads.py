@@ -193,6 +193,7 @@ def plan_reads(
             total.count += reads.count
             total.pieces += reads.pieces
     for total in totals.values():
+        # In a store, the byte ranges of all leaves are put together to requests.
         for request in requests_of(total.pieces, gap_bytes):
             total.read_bytes += request.nbytes
             total.count += 1
@@ -279,8 +280,10 @@ def _reads_of(
     for process, boxes in boxes_by_process.items():
         reads = _Reads()
         reads_by_process[process] = reads
-        plain, gathered = fetches(leaf, boxes)
-        for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
+        # What is only copied or cast, and pieces that need more than that.
+        plain_fetches, gathered_pieces = fetches(leaf, boxes)
+        other_fetches = gathered_fetches(leaf, gathered_pieces)
+        for fetch in [*plain_fetches, *other_fetches]:
             entry = fetch.entry
             for box in dict.fromkeys(fetch.boxes):
                 reads.needed_bytes += box_bytes(box, entry.dtype)

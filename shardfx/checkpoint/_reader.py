@@ -89,6 +89,9 @@ def reads_of(
 def memory_in_place(read: Read) -> list[np.ndarray] | None:
     """The memory that the bytes of a span fill as they are, one vector after the other;
     `None` if the elements have another order or dtype in their targets.
+
+    A part of a span is what the span has of one box: `part.number` is that of the box
+    and its target, and `part.index` the place of the elements in the target.
     """
     entry, span, targets = read
     views = [targets[part.number][part.index] for part in span.parts]
@@ -278,8 +281,8 @@ def spans_of(
     in_place: bool,
     gap_bytes: int = GAP_BYTES,
 ) -> tuple[Span, ...]:
-    """The spans, of bounded size, to read or write for `boxes` of an array. Gaps of
-    fewer than `gap_bytes` are read too.
+    """The spans (bytes of one read), of bounded size, to read or write for `boxes` of
+    an array. Gaps of fewer than `gap_bytes` are read too.
 
     `in_place` is whether the boxes have the dtype and the order of the file, so that no
     bytes are copied.
@@ -412,6 +415,7 @@ def copy_rows(
     row = np.dtype((np.void, nbytes))
 
     def at_each_byte(memory: np.ndarray) -> np.ndarray:
+        """The rows that begin at each byte of the vector; they overlap."""
         row_count = memory.size - nbytes + 1
         return np.ndarray((row_count,), row, memory.data, 0, (1,))
 
@@ -474,6 +478,7 @@ class Progress:
             sys.stderr.write("\n")
 
     def _write(self, now: float) -> None:
+        """Writes the line. `now` is the time in seconds of the clock of `_begin`."""
         elapsed = max(now - self._begin, 1e-9)
         rate = self._done_bytes / elapsed / 1e9
         filled = 24 * self._done_bytes // max(self._total_bytes, 1)

@@ -122,7 +122,7 @@ def fetches(
     instead.
 
     Such a piece needs more than a copy: it is scaled, cast twice or constant, or
-    consists of very many small boxes.
+    consists of very many small boxes. It comes with the number of its box in `boxes`.
     """
     if leaf.pieces is None:
         fetch = Fetch(entry=leaf.entries[0], boxes=boxes, destinations=None)
@@ -132,7 +132,7 @@ def fetches(
     entries = by_path(leaf.entries)
     destinations_by_path: dict[str, list[Destination]] = {}
     gathered: list[NumberedPiece] = []
-    # The parts of the first piece of each kind.
+    # The parts of the first piece of each kind, as if it were at the start of its box.
     parts_by_kind: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
     overlaps = _overlaps(leaf.pieces, boxes, len(leaf.shape))
     for number, box in enumerate(boxes):
@@ -141,7 +141,8 @@ def fetches(
         for piece_number in piece_numbers:
             piece = leaf.pieces[piece_number]
             is_plain = _is_plain(piece, leaf, entries)
-            # The layers of a stack differ only in their position.
+            # The layers of a stack differ only in their position: in their distance
+            # from the start of the box, in elements for each dimension.
             distance = from_start(piece, box)
             piece_at_start = shifted(piece, [-steps for steps in distance])
             kind_of_piece = (
@@ -155,6 +156,7 @@ def fetches(
                 parts_by_kind[kind_of_piece] = list(
                     _parts_in(piece_at_start, box, is_plain)
                 )
+            # The distance in the memory of the box, in elements.
             offset = offset_of(distance, strides)
             for part in parts_by_kind[kind_of_piece]:
                 if isinstance(part, Piece):
@@ -182,8 +184,8 @@ def fetches(
 
 
 def _overlaps(pieces: Sequence[Piece], boxes: Sequence[Box], rank: int) -> np.ndarray:
-    """For each box, whether the bounding box of each piece overlaps it. The boxes have
-    `rank` dimensions.
+    """For each box, whether the bounding box of each piece overlaps it, as an array of
+    shape (boxes, pieces). The boxes have `rank` dimensions.
     """
     hulls = np.array([hull(piece) for piece in pieces], int)
     hulls = hulls.reshape(1, len(pieces), rank, 2)
@@ -225,6 +227,8 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
                 strided_box.strides,
                 strict=True,
             )
+            # A box of the whole array, as a box of the part, and how far its elements
+            # are behind the first one in the memory of the leaf's box.
             for (start, stop), (whole_start, _), (part_start, _), stride in rows:
                 offset += (start - whole_start) * stride
                 box_in_part.append((start - part_start, stop - part_start))
@@ -368,6 +372,9 @@ def _chunks(
     piece: Piece,
     entries: Mapping[str, FileArray | StoreArray],
 ) -> Sequence[Piece]:
+    """A piece divided into pieces of at most `COPY_BYTES` stored bytes. A piece with a
+    constant reads nothing, and is not divided.
+    """
     if piece.value.path is None:
         return [piece]
     itemsize = entries[piece.value.path].dtype.itemsize
@@ -393,7 +400,10 @@ def _piece_fetches(
     piece: Piece,
     entries: Mapping[str, FileArray | StoreArray],
 ) -> Iterator[Fetch]:
-    """Yields the reads of a piece with a source, and of its scales."""
+    """Yields the reads of a piece with a source, and of its scales. `entries` are the
+    stored arrays by path.
+    """
+    # The bounding box of the elements in the stored array.
     box = hull(swapped(piece))
     entry = entries[str(piece.value.path)]
     if isinstance(entry, FileArray) and is_packed(entry):

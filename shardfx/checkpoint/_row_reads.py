@@ -81,13 +81,15 @@ def rows_of_leaf(
     memory: Sequence[np.ndarray],
 ) -> LeafRows:
     """The reads of all arrays whose bytes go to one box of the leaf as they are in the
-    file. `memory` has an array for each box.
+    file, each to a row of the box's memory, and the leaf with the pieces of the others.
+    `memory` has an array for each box.
     """
     table = leaf.entries
     if leaf.pieces is None or len(leaf.pieces) < _LEAST_ARRAYS:
         return LeafRows([], leaf)
     if not isinstance(table, FileTable):
         return LeafRows([], leaf)
+    # Pieces that differ only in their array and their position, as columns.
     groups = in_columns(leaf.pieces)
     reads: list[RowReads] = []
     other_pieces = groups.others
@@ -95,6 +97,7 @@ def rows_of_leaf(
         arrays = table.with_paths(alike_pieces.paths)
         is_read = np.zeros(len(alike_pieces), bool)
         for kind_number in np.unique(arrays.kind_numbers).tolist():
+            # The positions, among the alike pieces, of those with arrays of this kind.
             numbers = np.flatnonzero(arrays.kind_numbers == kind_number)
             shape = arrays.kinds[kind_number].shape
             if not _are_copied(alike_pieces, numbers, leaf, arrays[numbers[0]]):
@@ -127,6 +130,7 @@ def _are_copied(
     """Whether the pieces with these numbers write all bytes of their arrays to the
     leaf, unchanged. `first` is the first of the arrays, which are of one kind.
     """
+    # `sources` has the element of its array at which each piece begins.
     return (
         not is_packed(first)
         and first.dtype == leaf.dtype
@@ -196,9 +200,10 @@ def _blocks_of_file(
 
 
 def _first_rows(starts: np.ndarray, stops: np.ndarray, gap_bytes: int) -> list[int]:
-    """The number of the first row of each block, from the bytes of rows in the order of
-    a file.
+    """The number of the first row of each block, from the first byte of each row and
+    the byte behind its last. The rows are in the order of the file.
     """
+    # The byte behind the last one of a row and of all before it.
     reached = np.maximum.accumulate(stops)
     is_first = np.ones(len(starts), bool)
     gaps = starts[1:] - reached[:-1]

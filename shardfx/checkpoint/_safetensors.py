@@ -166,6 +166,7 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
         raise CheckpointError(
             f"`__metadata__` in the header of {file!r} must map strings to strings."
         )
+    # Where the buffer begins in the file: 8 bytes have the length of the header.
     base = 8 + len(data)
     arrays = [_array(name, row, base, file) for name, row in content.items()]
     stops = {}
@@ -306,16 +307,17 @@ def retyped_arrays(
         if isinstance(arrays, FileTable):
             return arrays
         return tuple(arrays)
+    # The name of a dtype by the path of an array.
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
     retyped = []
     for array in arrays:
-        kind = None
+        name = None
         if isinstance(named, dict):
-            kind = named.get(array.path)
-        if array.stored == "U8" and isinstance(kind, str) and kind in ONE_BYTE_DTYPES:
-            array = dataclasses.replace(array, dtype=ONE_BYTE_DTYPES[kind])
-        elif (keys := key_named(kind)) is not None:
-            array = of_bits(array, keys)
+            name = named.get(array.path)
+        if array.stored == "U8" and isinstance(name, str) and name in ONE_BYTE_DTYPES:
+            array = dataclasses.replace(array, dtype=ONE_BYTE_DTYPES[name])
+        elif (key_dtype := key_named(name)) is not None:
+            array = of_bits(array, key_dtype)
         retyped.append(array)
     return tuple(retyped)
 
@@ -327,14 +329,15 @@ def _short_text(value: object) -> str:
     return f"{text[:80]}..."
 
 
-def metadata_of_kinds(
+def metadata_of_dtypes(
     paths: Iterable[str],
-    kinds: Mapping[str, str],
+    dtype_names: Mapping[str, str],
 ) -> dict[str, str]:
-    """The metadata of a file with these arrays that names the dtypes and keys which the
-    format cannot. `kinds` has the names of all arrays.
+    """The metadata of a file with the arrays `paths` that names the dtypes, of PRNG
+    keys among them, which the format cannot. `dtype_names` has them by path, for the
+    arrays of all files.
     """
-    named = {path: kinds[path] for path in paths if path in kinds}
+    named = {path: dtype_names[path] for path in paths if path in dtype_names}
     if not named:
         return {}
     return {DTYPES_KEY: json.dumps(named)}

@@ -34,7 +34,7 @@ from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._reader import Progress
 from ._saved_content import SavedContent, WriteOptions, array_bytes
 from ._spans import ranges_of
-from ._staging import Headers, commit, create_files, remove_partial
+from ._staging import NewFile, commit, create_files, remove_partial
 from ._tensor_writes import Tensors, begin_writes
 
 
@@ -302,7 +302,8 @@ def _write_files(
     advance: Callable[[int], None],
 ) -> None:
     """Writes the content of a save to a file or a directory. `token` is a text that no
-    other save has.
+    other save has. `afterwards` is closed at the end of the save, once the other
+    processes know of an error. `advance` is called with the bytes of each write.
     """
     is_file = path.endswith(".safetensors")
     parent, name = os.path.split(path)
@@ -310,7 +311,7 @@ def _write_files(
     metadata = dict(content.metadata)
     if is_file and content.plan_text is not None:
         metadata[safetensors.PLAN_KEY] = content.plan_text
-    headers, tensors = _layout(
+    files, tensors = _layout(
         leaves=content.leaves,
         staging=staging,
         extra=metadata,
@@ -324,7 +325,7 @@ def _write_files(
         create_files,
         path=path,
         staging=staging,
-        headers=headers,
+        files=files,
         is_file=is_file,
         overwrite=overwrite,
         plan=content.plan_text,
@@ -362,9 +363,9 @@ def _layout(
     staging: str,
     extra: dict[str, str],
     file_bytes: int | None,
-) -> tuple[Headers, list[Tensors]]:
-    """The header, size and tensor names of each file, and the tensors to write to each.
-    All processes compute the same result.
+) -> tuple[dict[str, NewFile], list[Tensors]]:
+    """The files to create by their paths, and the tensors to write to each. All
+    processes compute the same result.
 
     The files lie in the directory `staging`, each with arrays of at most `file_bytes`
     bytes or one larger array. If `file_bytes` is `None`, `staging` is the only file.
@@ -377,7 +378,7 @@ def _layout(
     values = [value for _, value in leaves.arrays]
     sizes = [array_bytes(value) for value in values]
     ranges = list(ranges_of(sizes, most)) or [(0, 0)]
-    headers: Headers = {}
+    files: dict[str, NewFile] = {}
     tensors: list[Tensors] = []
     for number, (start, stop) in enumerate(ranges, 1):
         part = "" if len(ranges) == 1 else f"-{number:05}-of-{len(ranges):05}"
@@ -385,8 +386,10 @@ def _layout(
         if file_bytes is not None:
             file = os.path.join(staging, f"model{part}.safetensors")
         names_of_file = names[start:stop]
-        kinds = safetensors.metadata_of_kinds(names_of_file, leaves.kinds)
-        metadata = {**extra, **kinds}
+        metadata = {
+            **extra,
+            **safetensors.metadata_of_dtypes(names_of_file, leaves.dtype_names),
+        }
         header, offsets = safetensors.write_header(leaves.arrays[start:stop], metadata)
         tensors_of_file = Tensors(
             file=file,
@@ -395,7 +398,7 @@ def _layout(
             sizes=sizes[start:stop],
             offsets=offsets,
         )
-        total_bytes = len(header) + sum(tensors_of_file.sizes)
-        headers[file] = (header, total_bytes, names_of_file)
+        file_size = len(header) + sum(tensors_of_file.sizes)
+        files[file] = NewFile(header, file_size, names_of_file)
         tensors.append(tensors_of_file)
-    return headers, tensors
+    return files, tensors

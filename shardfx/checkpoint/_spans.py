@@ -91,10 +91,13 @@ def spans(
     `run_bytes` bytes if it is read without a copy, else `copy_bytes`. A row with more
     bytes than that is read in several spans.
     """
+    # In bytes.
     strides = strides_of(shape, itemsize)
     nonempty = [(number, box) for number, box in enumerate(boxes) if volume(box)]
     cut_dim = _last_cut_dim([box for _, box in nonempty], shape)
     for hull, members in _boxes_read_together(nonempty, cut_dim, strides, gap_bytes):
+        # With one index before `cut_dim`, each box is contiguous in the file, and the
+        # boxes follow each other.
         is_in_place = all(size == 1 for size in box_shape(hull[:cut_dim]))
         limit_bytes = copy_bytes
         if is_in_place:
@@ -174,10 +177,11 @@ def _parts_in_runs(
     limit_bytes: int,
 ) -> Iterator[tuple[Box, int | None]]:
     """Divides a box into parts of at most `limit_bytes` bytes, along dimension `dim`
-    and those after it.
+    and those after it. The box has one index in each dimension before `dim`.
 
     Each part comes with the dimension along which it is read in separate runs of bytes;
-    `None` if it is one run.
+    `None` if it is one run. The row of an index is what the box has of the dimensions
+    after `dim`. `strides` are in bytes.
     """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
@@ -191,6 +195,8 @@ def _parts_in_runs(
     outer = box[:dim]
     inner = box[dim + 1 :]
     row_bytes = _reach(box, dim + 1, strides, itemsize)
+    # Gaps between two rows that are worth skipping, and bytes that no box needs within
+    # a row.
     has_gaps = strides[dim] - row_bytes >= gap_bytes
     has_inner_gaps = volume(inner) * itemsize < row_bytes
     if row_bytes > limit_bytes or (has_gaps and has_inner_gaps):
@@ -235,7 +241,7 @@ def _span_of(
     itemsize: int,
 ) -> Span:
     """The span of `piece`, a part of the bounding box of the boxes `members`. Along
-    `row_dim` it is read in separate runs.
+    `row_dim` it is read in separate runs; `None` if it is one run.
     """
     offset = _first_byte(piece, strides)
     runs = 1

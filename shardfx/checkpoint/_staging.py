@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .._ground.errors import CheckpointError
 
@@ -15,20 +16,26 @@ from .._ground.errors import CheckpointError
 PLAN = "plan.json"
 # The temporary names of `save`: `.step-100.partial-` and a token unique to the save.
 PARTIAL_NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
-# For each file its header, its size and the names of its tensors.
-Headers = Mapping[str, tuple[bytes, int, list[str]]]
+
+
+class NewFile(NamedTuple):
+    """A file to create: its header, its size with the tensors, and their names."""
+
+    header: bytes
+    nbytes: int
+    tensor_names: list[str]
 
 
 def create_files(
     path: str,
     staging: str,
-    headers: Headers,
+    files: Mapping[str, NewFile],
     is_file: bool,
     overwrite: bool,
     plan: str | None,
 ) -> None:
     """Creates the files of a save to `path` under the name `staging`, at their full
-    size, without the arrays' bytes.
+    size, without the arrays' bytes. `files` has them by their paths there.
 
     Raises `OSError` if the disk has too little space, and `CheckpointError` if `path`
     exists and may not be replaced; nothing is written then. `overwrite` allows to
@@ -49,12 +56,13 @@ def create_files(
         if overwrite:
             text += why_no_directory
         raise CheckpointError(text)
-    needed = sum(size for _, size, _ in headers.values())
+    needed_bytes = sum(file.nbytes for file in files.values())
     parent = os.path.dirname(path)
-    free = shutil.disk_usage(_existing_directory(parent)).free
-    if needed > free:
+    free_bytes = shutil.disk_usage(_existing_directory(parent)).free
+    if needed_bytes > free_bytes:
         message = (
-            f"saving takes {needed} bytes and {free} are free; nothing was written."
+            f"saving takes {needed_bytes} bytes and {free_bytes} are free; nothing was"
+            " written."
             " Free some, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, message, path)
@@ -63,21 +71,18 @@ def create_files(
         os.mkdir(staging)
     if not is_file and plan is not None:
         _write_file(os.path.join(staging, PLAN), plan.encode())
-    for file, (header, size, _) in headers.items():
-        _write_file(file, header, size)
-    if len(headers) > 1:
-        weight_map = {
-            name: os.path.basename(file)
-            for file, (_, _, names) in headers.items()
-            for name in names
-        }
-        total = sum(size - len(header) for header, size, _ in headers.values())
-        content = json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1
-        )
-        _write_file(
-            os.path.join(staging, "model.safetensors.index.json"), content.encode()
-        )
+    for file_path, file in files.items():
+        _write_file(file_path, file.header, file.nbytes)
+    if len(files) > 1:
+        weight_map = {}
+        total_bytes = 0
+        for file_path, file in files.items():
+            name = os.path.basename(file_path)
+            weight_map |= dict.fromkeys(file.tensor_names, name)
+            total_bytes += file.nbytes - len(file.header)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        index_path = os.path.join(staging, "model.safetensors.index.json")
+        _write_file(index_path, json.dumps(index, indent=1).encode())
 
 
 def _existing_directory(directory: str) -> str:
@@ -88,8 +93,8 @@ def _existing_directory(directory: str) -> str:
 
 
 def _write_file(file: str, data: bytes, size: int | None = None) -> None:
-    """Writes a new file, and flushes it to the disk. It gets `size` bytes, if given, of
-    which `data` are the first.
+    """Writes the new file with the path `file`, and flushes it to the disk. It gets
+    `size` bytes, if given, of which `data` are the first.
     """
     with open(file, "xb") as out:
         out.write(data)

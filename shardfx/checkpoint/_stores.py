@@ -329,7 +329,10 @@ def _begin_read(
     buffer instead. The caller then casts and checks them. `ts` is the tensorstore
     module.
     """
-    source = array[box_slices(box)][ts.d[:].translate_to[0]] if box else array
+    source = array
+    if box:
+        # tensorstore keeps the indices of the array, and `target` begins at 0.
+        source = array[box_slices(box)][ts.d[:].translate_to[0]]
     stored = source.dtype.numpy_dtype
     if may_change(stored, target.dtype):
         staged = np.empty(target.shape, stored)

@@ -130,7 +130,9 @@ class FileTable(Sequence[FileArray]):
         return self._rows(positions, paths)
 
     def _rows(self, positions: np.ndarray, paths: Sequence[str]) -> "FileTable":
-        """The arrays at these positions of the table, whose paths are `paths`."""
+        """The arrays at these positions of the table, whose paths are `paths`. The
+        columns have a row for each array; `kinds` and `files` are shared.
+        """
         return FileTable(
             paths=paths,
             kinds=self.kinds,
