@@ -33,7 +33,8 @@ from ._blame import (
     index_of_largest,
     matched_equations,
 )
-from ._played import NARROW, WIDE, Played, Traced, traced_step
+from ._played import Played, Traced, traced_step
+from ._rounding import NARROW, WIDE
 from ._story import story_of
 from ._suspects import suspects
 

@@ -33,9 +33,6 @@ _QUICKLY: dict[str, Any] = {
 }
 # The seeds of the roundings up and down.
 _SEEDS = (1, 2, 3)
-# Kinds of rounding: to the dtypes of the step, and to the wider of those and float32.
-NARROW = 1
-WIDE = 2
 
 
 class Traced(NamedTuple):

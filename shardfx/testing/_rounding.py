@@ -12,6 +12,11 @@ import numpy as np
 from .._ground.spec import DType
 
 
+# Kinds of rounding: to the dtypes of the step, and to the wider of those and float32.
+NARROW = 1
+WIDE = 2
+
+
 def wider(dtype: DType, wide: DType) -> DType:
     """The float dtype `wide` if `dtype` is a narrower float, else `dtype`. With a
     `wide` of 64 bits, complex64 becomes complex128.
@@ -29,40 +34,62 @@ def wider(dtype: DType, wide: DType) -> DType:
 
 def with_dtypes_of(arrays: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
     """The arrays, cast to the dtypes of `others`."""
-    pairs = zip(arrays, others, strict=True)
-    return [array.astype(other.dtype) for array, other in pairs]
+    cast_arrays = []
+    for array, other in zip(arrays, others, strict=True):
+        cast_arrays.append(array.astype(other.dtype))
+    return cast_arrays
 
 
 def rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
-    """A float64 `array` rounded to the numbers of a narrower dtype. Numbers of that
-    dtype do not change.
+    """A float64 `array`, the result of an equation, with rounding. Numbers of the dtype
+    to which it is rounded do not change, unless that dtype is float64.
 
-    With `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and
-    with 2 to the wider of `dtype` and float32. The bits of a number times the odd
-    number `odd_seed` decide whether it is rounded up or down.
+    **Arguments:**
+
+    - `dtype`: the dtype of the result in the step. An array of integers or of complex
+      numbers is returned unchanged.
+    - `kind`: 0 for no rounding, `NARROW` for rounding to `dtype`, and `WIDE` for
+      rounding to the wider of `dtype` and float32. It is traced.
+    - `odd_seed`: an odd integer of 64 bits, which decides which numbers are rounded up.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    info = jnp.finfo(dtype)
-    if info.bits < 16:
+    is_up = _is_rounded_up(array, odd_seed)
+    if jnp.finfo(dtype).bits >= 32:
+        # Both kinds round to this dtype.
+        return jnp.where(kind > 0, _rounded_to(dtype, array, is_up), array)
+
+    narrow_dtype = dtype
+    if jnp.finfo(dtype).bits < 16:
         # The smallest floats are rounded as bfloat16.
-        info = jnp.finfo(jnp.bfloat16)
-    bits = jax.lax.bitcast_convert_type(array, np.uint64)
-    top_bit = bits * odd_seed >> np.uint64(63)
-    direction = top_bit.astype(np.float64) - 0.5
-    if info.bits >= 32:
-        # Both kinds are rounded to this dtype.
-        return _rounded_to(info, array, direction, kind > 0)
-    array = _rounded_to(info, array, direction, kind == 1)
-    return _rounded_to(jnp.finfo(np.float32), array, direction, kind == 2)
+        narrow_dtype = jnp.bfloat16
+    narrow = _rounded_to(narrow_dtype, array, is_up)
+    wide = _rounded_to(np.float32, array, is_up)
+    array = jnp.where(kind == NARROW, narrow, array)
+    return jnp.where(kind == WIDE, wide, array)
 
 
-def _rounded_to(info: Any, array: Any, direction: Any, is_on: Any) -> Any:
-    """A float64 `array` rounded to a float dtype, if `is_on`. `info` is the `jnp.finfo`
-    of this dtype. `direction` is negative where a number is rounded down.
+def _is_rounded_up(array: Any, odd_seed: Any) -> Any:
+    """Whether each number of a float64 array is rounded up: a bit that depends on all
+    bits of the number and of the seed.
     """
-    nudged = array * (1.0 + direction * float(info.eps))
+    bits = jax.lax.bitcast_convert_type(array, np.uint64)
+    product = bits * odd_seed
+    top_bit = product >> np.uint64(63)
+    return top_bit == 1
+
+
+def _rounded_to(dtype: DType, array: Any, is_up: Any) -> Any:
+    """A float64 array rounded to numbers of the float dtype `dtype`: up where `is_up`,
+    down elsewhere.
+    """
+    info = jnp.finfo(dtype)
+    half_epsilon = float(info.eps) / 2
+    factor = jnp.where(is_up, 1.0 + half_epsilon, 1.0 - half_epsilon)
+    moved = array * factor
+    up_or_down = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+    if info.bits == 64:
+        return up_or_down
     nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
-    up_or_down = jax.lax.reduce_precision(nudged, info.nexp, info.nmant)
-    is_changed = (nearest != array) | (info.bits == 64)
-    return jnp.where(is_on & is_changed, up_or_down, array)
+    is_number_of_dtype = nearest == array
+    return jnp.where(is_number_of_dtype, array, up_or_down)
