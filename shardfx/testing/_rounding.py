@@ -15,6 +15,8 @@ from .._ground.spec import DType
 # Kinds of rounding: to the dtypes of the step, and to the wider of those and float32.
 NARROW = 1
 WIDE = 2
+# The bits of a float64 that have its exponent.
+_EXPONENT_BITS = np.uint64(0x7FF0_0000_0000_0000)
 
 
 def wider(dtype: DType, wide: DType) -> DType:
@@ -41,8 +43,9 @@ def with_dtypes_of(arrays: Sequence[Any], others: Sequence[Any]) -> Sequence[Any
 
 
 def rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
-    """A float64 `array`, the result of an equation, with rounding. Numbers of the dtype
-    to which it is rounded do not change, unless that dtype is float64.
+    """A float64 `array`, the result of an equation, with rounding: each number becomes
+    one of the two beside it in the dtype to which it is rounded. Numbers of that dtype
+    do not change, unless it is float64.
 
     **Arguments:**
 
@@ -84,12 +87,27 @@ def _rounded_to(dtype: DType, array: Any, is_up: Any) -> Any:
     down elsewhere.
     """
     info = jnp.finfo(dtype)
-    half_epsilon = float(info.eps) / 2
-    factor = jnp.where(is_up, 1.0 + half_epsilon, 1.0 - half_epsilon)
-    moved = array * factor
-    up_or_down = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+    # The distance between two numbers of the dtype that are next to each other.
+    spacing = float(info.eps) * _power_of_two_below(array)
     if info.bits == 64:
-        return up_or_down
+        moved = jnp.where(is_up, array + spacing, array - spacing)
+        # Zeros keep their sign.
+        is_changed = jnp.isfinite(moved) & (spacing > 0)
+        return jnp.where(is_changed, moved, array)
+
+    # From half a distance further up, the nearest number of the dtype is the one above.
+    half = spacing / 2
+    moved = jnp.where(is_up, array + half, array - half)
+    up_or_down = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
     nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
     is_number_of_dtype = nearest == array
     return jnp.where(is_number_of_dtype, array, up_or_down)
+
+
+def _power_of_two_below(array: Any) -> Any:
+    """For each number of a float64 array the largest power of two that is not above its
+    absolute value: 4.0 for -5.5. It is 0.0 for 0.0 and for subnormal numbers.
+    """
+    bits = jax.lax.bitcast_convert_type(array, np.uint64)
+    exponent_bits = bits & _EXPONENT_BITS
+    return jax.lax.bitcast_convert_type(exponent_bits, np.float64)
