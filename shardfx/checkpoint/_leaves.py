@@ -215,8 +215,9 @@ def _check_leaf(path: str, leaf: object, planned_dtype: object) -> None:
         raise LeafTypeError(
             f"leaf `{name}` is {leaf.dtype} in NumPy and {planned_dtype} in the plan,"
             " which was made without 64-bit dtypes, so `load` could not give it back"
-            f" under this plan. Save `leaf.astype({str(planned_dtype)!r})` if its values"
-            ' fit, or plan after `jax.config.update("jax_enable_x64", True)`.'
+            " under this plan. Save"
+            f" `leaf.astype({str(planned_dtype)!r})` if its values fit, or"
+            ' plan after `jax.config.update("jax_enable_x64", True)`.'
         )
 
 

@@ -177,6 +177,7 @@ def _smaller(
     for multiple in divisor_by_key:
         if len(multiple) == 1 and multiple[0] % size == 0 and multiple not in reduced:
             quotients[multiple] = multiple[0] // size
+    # Small sizes are tried first. Each is a multiple of the divisor.
     for factor in _FACTORS:
         new_size = 2 * factor * divisor_by_key[key]
         if new_size >= size:
@@ -185,7 +186,7 @@ def _smaller(
             multiple: new_size * quotient for multiple, quotient in quotients.items()
         }
         for new_sizes in ({key: new_size}, with_multiples):
-            # Unequal sizes stay unequal.
+            # Unequal sizes stay unequal: a new size is not one that was given before.
             if not set(reduced.values()).isdisjoint(new_sizes.values()):
                 continue
             if _is_accepted(step, _resized(args, {**reduced, **new_sizes})):

@@ -131,7 +131,8 @@ def compared(
     Inside a `shard_map` it is unknown whether the devices' values are shards of the
     whole, summands of it, or copies. Each possibility is tried, and the best match is
     returned. `allowed_difference` is the largest difference that rounding explains.
-    `record` and `whole_record` are the records of the two results.
+    `record` and `whole_record` are the records of the two results. The result of an
+    equation in a loop has those of all its iterations, in a leading dimension.
     """
     axes, shards = _device_dims_first(record, np.asarray(value))
     whole_axes, whole = _device_dims_first(whole_record, np.asarray(whole))
@@ -143,6 +144,7 @@ def compared(
         # The number of leading dimensions of mesh axes along which each device has the
         # whole.
         copy_dim_count = assembled.ndim - whole.ndim
+        # A turn is an iteration of the outermost loop around the equation.
         is_same_by_turn = [bool(distances.max(initial=0.0) <= allowed_difference)]
         by_turn: tuple[bool, ...] = ()
         if record.is_in_loop:
@@ -193,7 +195,9 @@ def _roles_by_axis(
     axes: Sequence[tuple[str, int]],
     roles: Sequence[Role],
 ) -> dict[str, Role]:
-    """The role of each mesh axis, without those of size 1."""
+    """The role of each of `axes`, a mesh axis with its size, without those of size 1.
+    `roles` has one for each of `axes`.
+    """
     roles_by_axis: dict[str, Role] = {}
     for (name, size), role in zip(axes, roles, strict=True):
         if size > 1:
@@ -233,11 +237,12 @@ def _assembled(
     shape: tuple[int, ...],
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Yields every array of `shape` that the devices' values may form, each with the
-    role of every mesh axis.
+    role of every mesh axis: the dimension that the axis shards, "same" if its devices
+    have copies, or the reduction that its devices' values still need.
 
-    `shards` are the devices' values, with a leading dimension for each of `axes`. If an
-    axis has the role "same" or is reduced, the yielded array still has the leading
-    dimension of this axis.
+    `axes` are mesh axes with their sizes. `shards` are the devices' values, with a
+    leading dimension for each of `axes`. If an axis has the role "same" or is reduced,
+    the yielded array still has the leading dimension of this axis.
     """
     shard_shape = shards.shape[len(axes) :]
     if len(shard_shape) != len(shape):
@@ -278,7 +283,8 @@ def _assembled(
 
 def _possible_roles(size: int, shard_counts: Sequence[int], dtype: Any) -> list[Any]:
     """The roles that a mesh axis of `size` may have for an array with `shard_counts`
-    shards along each dimension.
+    shards along each dimension: "same", the number of a dimension that it may shard,
+    and the names of reductions.
     """
     roles: list[Any] = ["same"]
     if size == 1:
@@ -331,6 +337,9 @@ class Blame:
     """
 
     def __init__(self, records: Sequence[Record], comparisons: Mapping[int, Compared]):
+        """`comparisons` has the comparison of a record's result by the record's number,
+        its position in `records`.
+        """
         self.records = records
         self.comparisons = comparisons
         # For each loop, the first iteration that ends with a wrong carry.
@@ -338,6 +347,7 @@ class Blame:
         for number, comparison in comparisons.items():
             record = records[number]
             by_turn = comparison.by_turn
+            # A carry that is wrong in the first iteration was made outside of the loop.
             if record.primitive != CARRY or False not in by_turn or not by_turn[0]:
                 continue
             # A carry that is wrong in one iteration was made in the one before.
@@ -358,6 +368,7 @@ class Blame:
         turn = self.wrong_turn_by_loop.get(self.records[number].loop)
         if turn is None or not comparison.by_turn:
             return comparison.is_same
+        # The carry with which this iteration starts was made before it.
         return comparison.by_turn[turn] or self.records[number].primitive == CARRY
 
     def leaves_unreduced(self, number: int, reader: Record | None) -> bool:

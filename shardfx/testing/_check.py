@@ -276,6 +276,7 @@ def _checked_step(
         theirs = traced_step(reference, copies)
         theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
         _require_comparable(ours, theirs)
+    # The reference on one device, in float64, with or without rounding.
     exact_program = Played(theirs, alone=True, wide=np.float64)
     exact_results, _ = exact_program()
     checked_outputs = ft.partial(_checked_outputs, ours.paths, exact_results)
@@ -443,6 +444,7 @@ def _with_fault(
     _, values = played()
     _, exact_values = exact_program()
     rounding = WIDE if wide else NARROW
+    # For each seed, the results of the equations by number.
     rounded_values = exact_program.rounded_values(rounding)
     records = played.tape.records
     exact_records = exact_program.tape.records

@@ -111,6 +111,9 @@ class Played:
         wide: object = None,
         with_values: bool = False,
     ):
+        """Compiles the program. `traced` is the step, and `alone`, `wide` and
+        `with_values` are those of the class.
+        """
         self.arrays = traced.arrays
         # The numbers of the step's results, in `Tape.records`.
         self.result_numbers: list[int] = []
@@ -119,8 +122,9 @@ class Played:
         is_rounded = wide == np.float64
 
         def run(arrays: list[Any], noise: Any) -> Any:
-            """The step's results for `arrays`, and those of its equations. `noise` has
-            the kind of rounding, and the odd number that `__call__` makes of the seed.
+            """The step's results for `arrays`, and those of its equations by number.
+            `noise` has the kind of rounding (0 for none), and the odd number that
+            `__call__` makes of the seed.
             """
             tape.records.clear()
             tape.bodies.clear()
@@ -160,7 +164,8 @@ class Played:
         rounded up. Only a program in float64 rounds.
         """
         odd = np.array(2 * seed + 1, np.uint32)
-        outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
+        noise = (np.array(kind, np.int32), odd)
+        outs, values = self.compiled(self.arrays, noise)
         return list(map(np.asarray, outs)), values
 
     def rounded_results(self, kind: int) -> list[list[np.ndarray]]:

@@ -55,6 +55,7 @@ def story_of(
     if fault.turn is not None:
         story.append(f"    in turn {fault.turn} of its loop")
 
+    # Earlier equations that say most about the cause.
     for number in fault.sources:
         reductions = []
         if number in comparisons:

@@ -77,7 +77,10 @@ def _suspicious_equations(
     body: ShardMapBody,
     varying: Varying,
 ) -> Iterator[tuple[Record, str]]:
-    """Yields each suspicious equation of a `shard_map`, with a text that says why."""
+    """Yields each suspicious equation of a `shard_map`, with a text that says why.
+    `varying` has, by an equation's number, the mesh axes along which its result may
+    differ between devices.
+    """
     axes = _axes_of_mesh(body)
     _, axis_by_length = _operand_shardings(body)
     records = [tape.records[number] for number in body.numbers]
@@ -103,7 +106,8 @@ def _suspicious_results(
     varying: Varying,
 ) -> Iterator[tuple[int, str]]:
     """Yields the number of each result of a `shard_map` that may differ where
-    `out_specs` say that it does not, with a text that says so.
+    `out_specs` say that it does not, with a text that says so. `varying` has the mesh
+    axes along which a result may differ between devices, by its number.
     """
     axes = _axes_of_mesh(body)
     out_specs = body.equation.params["out_specs"]
@@ -124,7 +128,8 @@ def _suspicious_sums(
     varying: Varying,
 ) -> Iterator[tuple[Record, str]]:
     """Yields an equation that reduces over devices with the same values, or in a narrow
-    dtype, with a text that says so.
+    dtype, with a text that says so. `axes` are those of the mesh, `record.axes` those
+    of the reduction, and `varying` those along which values may differ, by number.
     """
     if record.primitive in (*_SAME_RESULTS, _SCATTERED_SUM):
         equal_axes = record.axes - _operand_axes(record, varying)

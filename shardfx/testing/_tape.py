@@ -150,11 +150,13 @@ class Tape:
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):
+        """`alone`, `wide` and `noise` are those of the class; `run` fills the rest."""
         self.alone = alone
         self.wide = wide
         self.noise = noise
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
+        # The user's source lines of the equation that is evaluated.
         self.frames: tuple[Frame, ...] = ()
         self.bodies: list[ShardMapBody] = []
         # For each carried value of a loop's iteration, what the iteration makes of it.
@@ -168,7 +170,8 @@ class Tape:
         args: Arrays,
         numbers: Numbers,
     ) -> Results:
-        """Evaluates a jaxpr and returns its results with their numbers.
+        """Evaluates a jaxpr and returns its results with their numbers. The number of
+        an array is that of the record of the equation that made it; negative for none.
 
         `numbers` are those of `args`, and `consts` the values of the jaxpr's constants.
         """
@@ -243,8 +246,9 @@ class Tape:
 
         If the result is a PRNG key, it adds no record and returns the largest number in
         `reads`. `name` is the name of the equation's primitive. `var` is the variable
-        of the result in the jaxpr, and `out` its value. `reads`, `axes` and `counted`
-        become fields of the record.
+        of the result in the jaxpr, and `out` its value. `reads` are the numbers of the
+        operands, `axes` the mesh axes of a collective, and `counted` the size of the
+        dimension that an `iota` counts.
         """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a PRNG key
@@ -337,10 +341,12 @@ class Tape:
             inner_tape = Tape(alone=self.alone, wide=self.wide)
 
             def run(jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays) -> Arrays:
+                """The jaxpr's results in wide dtypes, without records of this tape."""
                 outs, _ = inner_tape.run(jaxpr, consts, args, [-1] * len(args))
                 return outs
 
             def struct(var: Any) -> jax.ShapeDtypeStruct:
+                """The shape and the wide dtype of an argument of the jaxpr."""
                 narrow = struct_of(var)
                 return narrow.update(dtype=wider(narrow.dtype, self.wide))
 
@@ -361,6 +367,7 @@ class Tape:
         """
         if not self.alone:
             return applied(jaxpr, equation, ins)
+        # These only change shardings.
         if equation.primitive.name in _LAYOUTS:
             return ins
         params = {}

@@ -78,14 +78,15 @@ def plan_text(plan: ShardPlan) -> str:
     arrays_text = plural(len(plan), "array")
     totals = f"{arrays_text}, {total_bytes:,} bytes, {bytes_per_device:,} per device"
     lines += [totals, ""]
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    # Arrays with equal text whose paths differ only in numbers, as those of layers do.
+    alike_paths: dict[tuple[Any, ...], list[str]] = {}
     row_texts = [_row_text(row) for row in content.rows]
-    for path, number in content.paths_and_rows:
-        if number >= 0:
-            groups.setdefault((between_numbers(path), row_texts[number]), []).append(
-                path
-            )
-    for (_, row_text), paths in groups.items():
+    for path, row_number in content.paths_and_rows:
+        # It is negative for a leaf that is no array.
+        if row_number >= 0:
+            key = (between_numbers(path), row_texts[row_number])
+            alike_paths.setdefault(key, []).append(path)
+    for (_, row_text), paths in alike_paths.items():
         for path, count in joined_exactly(paths):
             arrays = f"{count} x {row_text}" if count > 1 else row_text
             lines.append(printable(f"{path}: {arrays}"))
@@ -276,11 +277,14 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         all-gather over data: 1 x f32[64,16]...
         ```
     """
-    groups: dict[tuple[Any, ...], list[TrafficRow]] = {}
+    # Collectives with equal text whose parameters' paths differ only in numbers.
+    alike_rows: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:
         key = (_traffic_row_text(row), between_numbers(row.leaf or ""))
-        groups.setdefault(key, []).append(row)
-    lines = [_traffic_line(text, rows, sizes) for (text, _), rows in groups.items()]
+        alike_rows.setdefault(key, []).append(row)
+    lines = []
+    for (text, _), rows in alike_rows.items():
+        lines.append(_traffic_line(text, rows, sizes))
     total = plural(traffic.devices, "device")
     if sizes:
         total += f", {bytes_text(traffic.wire_bytes)} enter each"
@@ -532,7 +536,7 @@ def shardings_text(shardings: StepShardings) -> str:
             f32[64,16] data,- (data: x)
         ```
     """
-    groups: dict[str, set[str]] = {}
+    lines_by_place: dict[str, set[str]] = {}
     for row in shardings.rows:
         axes = []
         for origin in row.origins:
@@ -545,10 +549,10 @@ def shardings_text(shardings: StepShardings) -> str:
         )
         line = printable(f"    {text} ({', '.join(axes) or 'whole'})")
         place = printable(line_text(row.source)) or "no line"
-        groups.setdefault(place, set()).add(line)
+        lines_by_place.setdefault(place, set()).add(line)
     lines: list[str] = []
-    for place in sorted(groups):
-        lines += ["", place, *sorted(groups[place])]
+    for place in sorted(lines_by_place):
+        lines += ["", place, *sorted(lines_by_place[place])]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 
 

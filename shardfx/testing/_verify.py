@@ -157,7 +157,9 @@ def _is_sharding_of_argument(
     argument: Parameter,
     mesh: MeshSpec,
 ) -> bool:
-    """Whether a sharding on a mesh of these axes is that of a step's argument."""
+    """Whether a sharding on a mesh of these axes is that of a step's argument, whose
+    `dims` has the mesh axes of each dimension.
+    """
     if not isinstance(sharding, NamedSharding) or argument.dims is None:
         return False
     if tuple(sharding.mesh.shape.items()) != tuple(mesh.shape.items()):
