@@ -83,7 +83,7 @@ class _Work(NamedTuple):
 
 def require_memory(job: Job, limit_bytes: int) -> None:
     """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in
-    its smallest chunks.
+    its smallest chunks. Arrays are numbered by their positions in the target tree.
     """
     works: list[_Work] = []
     for move, numbered_arrays in job.moves.items():
@@ -96,11 +96,12 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     if not too_large:
         return
     largest = max(too_large, key=lambda work: work.least_bytes)
-    array = largest.plan
+    move_or_assembly = largest.plan
     others = sum(len(work.numbers) for work in too_large) - 1
     and_others = f" and {others} more" if others else ""
     raise MoveError(
-        f"{leaf_name(job.path_of(largest.numbers[0]))}, {array.dtype}{list(array.shape)},"
+        f"{leaf_name(job.path_of(largest.numbers[0]))},"
+        f" {move_or_assembly.dtype}{list(move_or_assembly.shape)},"
         f" needs {largest.least_bytes} bytes beside its source and target, even in the"
         f" smallest parts; `memory_limit_bytes={limit_bytes}` is too little for"
         f" it{and_others}. Nothing was moved; pass"
@@ -109,7 +110,9 @@ def require_memory(job: Job, limit_bytes: int) -> None:
 
 
 def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Runs a job, and returns the arrays that it made, by their numbers in the target."""
+    """Runs a job, and returns the arrays that it made. A key is an array's number: its
+    position in the target tree.
+    """
     order = list(job.moves.items())
     if donate:
         # Moves that shrink arrays go first. They free the memory that others need.
@@ -122,6 +125,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
                 flight.made[number] = jax.device_put(leaf, target)
             for move, numbered_arrays in order:
                 flight.move_all(move, numbered_arrays)
+                # Under a limit, only arrays of one move are in flight at a time.
                 if limit_bytes is not None:
                     flight.window.drain()
             for number, source_paths, assembly in job.assemblies:
@@ -172,11 +176,14 @@ class _Flight:
         # donate it.
         self._kept = set(job.kept)
         for move, numbered_arrays in job.moves.items():
+            # An idle move copies nothing: its result shares the buffers of the source.
             if move.idle:
                 self._kept.update([id(leaf) for _, leaf in numbered_arrays])
         # The number of the target's array that is being made, for an error's text.
         self.current = -1
         self._started: _StartedAssembly | None = None
+        # Without a limit, the programs of each assembly may use as many bytes as the
+        # assembly that may use the most.
         most_bytes = 0
         for _, _, assembly in job.assemblies:
             most_bytes = max(most_bytes, assembly.most_bytes)
@@ -210,9 +217,9 @@ class _Flight:
         mover = None
         if self._limit_bytes is None:
             mover = _small_mover(move)
-        most = 1 if mover is None else mover.most_together
+        batch_size = 1 if mover is None else mover.most_together
         remaining = iter(leaves.values())
-        while batch := list(it.islice(remaining, most)):
+        while batch := list(it.islice(remaining, batch_size)):
             self.current = numbers_by_id[id(batch[0])][0]
             if mover is not None and all(map(_has_shards_of_its_type, batch)):
                 moved = self._move_together(mover, move, batch)
@@ -261,6 +268,8 @@ class _Flight:
             is_kind_move = move.how == "memory kind"
             nbytes = move.target_bytes if is_kind_move else move.extra_bytes
             self.window.add(moved, nbytes)
+            # Of programs in which CPU devices of several processes take part, only one
+            # is in flight: see `_IN_FLIGHT_COUNT`.
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
         return moved
@@ -304,16 +313,16 @@ class _Flight:
         self._started = None
         self.current = number
         array = _spread(assembly, wait(), self._limit_bytes)
-        like = self._job.arrays[source_paths[0]] if source_paths else None
-        if like is not None:
-            # The data of typed PRNG keys become keys again.
-            array = as_keys(array, like)
+        source = self._job.arrays[source_paths[0]] if source_paths else None
+        if source is not None:
+            # If the source has typed PRNG keys, their moved data become keys again.
+            array = as_keys(array, source)
         self.made[number] = array
         if not self.donate:
             is_on_cpu = _is_on_cpu(assembly)
-            most = _MOST_ASSEMBLED_ON_CPU if is_on_cpu else _IN_FLIGHT_COUNT
+            most_in_flight = _MOST_ASSEMBLED_ON_CPU if is_on_cpu else _IN_FLIGHT_COUNT
             # Its shards are those of the target, so it takes no further bytes.
-            self.window.add(array, 0, most)
+            self.window.add(array, 0, most_in_flight)
             return
         jax.block_until_ready(array)
         for source_path in source_paths:
@@ -340,7 +349,10 @@ def _moved(
     limit_bytes: int | None,
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
-    """An array that an assembly reads, or a NumPy array, moved to `sharding`."""
+    """The array `x`, which an assembly reads, moved to `sharding`. `copies` says whether
+    shards on CPU devices may be copied in host memory. At most `limit_bytes` are used
+    beside both arrays' shards. The threads of `pool` copy.
+    """
     if not isinstance(x, jax.Array):
         return jax.device_put(x, sharding)
     move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
@@ -363,13 +375,18 @@ class Window:
         self.pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
         self.bytes = 0
 
-    def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
+    def add(
+        self,
+        array: jax.Array,
+        nbytes: int,
+        most_in_flight: int = _IN_FLIGHT_COUNT,
+    ) -> None:
         """Adds an array that was dispatched and takes `nbytes` to compute. Then waits
-        for the oldest arrays until at most `most` are left.
+        for the oldest arrays until at most `most_in_flight` are not yet computed.
         """
         self.pending.append((array, nbytes))
         self.bytes += nbytes
-        while len(self.pending) > most:
+        while len(self.pending) > most_in_flight:
             self._wait()
 
     def make_room(self, nbytes: int) -> None:
@@ -498,9 +515,10 @@ def _assembled(
     limit_bytes: int | None,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles the target of `move` from shards of `x`. With `donate`, `x` is deleted
-    once it is read. Small local arrays have a faster way, and so have copies by the
-    host that may delete each shard of `x` as soon as nothing reads it.
+    """Assembles the target of `move` from shards of `x`. `assembly` says which parts of
+    them each new shard is made of. With `donate`, `x` is deleted once it is read. Small
+    local arrays have a faster way, and so have copies by the host that may delete each
+    shard of `x` as soon as nothing reads it.
     """
     is_local = move.src.is_fully_addressable and move.dst.is_fully_addressable
     if x.weak_type and not move.lost and is_local:
@@ -514,6 +532,8 @@ def _assembled(
         if donate:
             x.delete()
         return array
+    # Each replica of a shard is read by itself: to delete it when it is read, or
+    # because another replica is lost.
     keeps_replicas = is_copied and (donate or bool(move.lost))
     shards = LocalShards({"": x}, keeps_replicas)
     if donate and is_copied and not assembly.is_remote:
@@ -549,6 +569,7 @@ def _spread(assembly: Assembly, array: jax.Array, limit_bytes: int | None) -> ja
         return array
     if not spread.dst.addressable_devices:
         return labelled(array, spread.dst)
+    # The limit is for bytes beside the target, and the assembled array is not it.
     if limit_bytes is not None:
-        limit_bytes -= spread.held_by_source
+        limit_bytes -= spread.source_bytes_in_memory
     return carry_out(spread, array, donate=True, limit_bytes=limit_bytes)

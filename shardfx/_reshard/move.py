@@ -105,13 +105,14 @@ class Move:
         """
         if self.plan is not None:
             device_bytes = _program_bytes(self.plan, self.shape, self.dtype)
+            # `sharers` is the largest number of devices that share one memory.
             return device_bytes * sharers(self.dst.device_set) + self.staging_bytes
         if self.assembly is None:
             return 0
         exchange_bytes = self.assembly.extra_bytes(self.assembly.exchanges())
         spread = spread_of(self.assembly)
         if spread is not None:
-            spread_bytes = spread.held_by_source + spread.extra_bytes
+            spread_bytes = spread.source_bytes_in_memory + spread.extra_bytes
             exchange_bytes = max(exchange_bytes, spread_bytes)
         return exchange_bytes + self.staging_bytes
 
@@ -121,11 +122,11 @@ class Move:
         source and target included.
         """
         target_bytes = self.target_bytes * sharers(self.dst.device_set)
-        return self.held_by_source + target_bytes + self.extra_bytes
+        return self.source_bytes_in_memory + target_bytes + self.extra_bytes
 
     @property
-    def held_by_source(self) -> int:
-        """The most bytes of the source's shards in one memory."""
+    def source_bytes_in_memory(self) -> int:
+        """The most bytes of the source's shards in one memory. Devices can share it."""
         return self.source_bytes * sharers(self.src.device_set)
 
     @property
@@ -167,6 +168,8 @@ class Move:
         after its move.
         """
         divided_bytes = self.total_bytes - self.staging_bytes
+        # Of the `block` elements of a block along the divided dimension, `chunk` are in
+        # one chunk.
         chunk_bytes = -(-divided_bytes * chunks.chunk // chunks.block)
         return chunk_bytes + self.staging_bytes
 
@@ -217,7 +220,7 @@ def least_bytes_of(assembly: Assembly) -> int:
     spread = spread_of(assembly)
     if spread is None:
         return assembly.least_bytes
-    return max(assembly.least_bytes, spread.held_by_source + spread.least_bytes)
+    return max(assembly.least_bytes, spread.source_bytes_in_memory + spread.least_bytes)
 
 
 @ft.lru_cache(maxsize=4096)

@@ -256,6 +256,7 @@ def _moved_by_map(
         else:
             assemblies.append((number, array.sources, array.assembly))
 
+    # A number is an array's position in `move.plans`.
     job = job_of(
         unassembled, lambda number: move.plans[number].leaf.path, copies=copies
     )
@@ -509,16 +510,19 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
         require_same_map(map, _processes([*sources, *targets]))
-    # A tree's Python numbers have no shards: the map only says which of them go where.
+    # Python numbers among the leaves, by path. They have no shards: the map only says
+    # which of them go where.
     pairs = zip(flat.paths, flat.leaves, strict=True)
-    source_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
+    python_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
+    # The positions of the target's Python numbers among its leaves, by path.
     target_positions = {
         leaf.path: leaf.position for leaf in target.others if leaf.is_number
     }
-    numbers = number_copies(map.steps, source_numbers, target_positions)
-    plans = target_arrays(map, tuple(sources), tuple(targets), copies, numbers)
+    copied_numbers = number_copies(map.steps, python_numbers, target_positions)
+    plans = target_arrays(map, tuple(sources), tuple(targets), copies, copied_numbers)
     numbers_by_position = {
-        target_positions[path]: source_numbers[route] for path, route in numbers.routes
+        target_positions[target_path]: python_numbers[source_path]
+        for target_path, source_path in copied_numbers.routes
     }
     return MapMove(
         arrays=arrays, target=target, plans=plans, numbers=numbers_by_position
@@ -554,6 +558,7 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     if client is None or me not in processes:
         return
     name = f"shardfx.maps/{'-'.join(str(process) for process in processes)}"
+    # The digest of each process's map, and the late processes: "processes 1, 3" or "".
     digests, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
     if late:
         raise MapError(

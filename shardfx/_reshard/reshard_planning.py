@@ -394,7 +394,9 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
             steps = spread.plan.steps
         wire_bytes += _spread_bytes(spread)
         lower_bound_bytes += _spread_bytes(spread)
-        extra_bytes = max(extra_bytes, spread.held_by_source + spread.extra_bytes)
+        extra_bytes = max(
+            extra_bytes, spread.source_bytes_in_memory + spread.extra_bytes
+        )
     target_shape = assembly.target.shard_shape(assembly.shape)
     return {
         "wire_bytes": wire_bytes,

@@ -78,7 +78,9 @@ class LeafShards(NamedTuple):
 
 
 def shards_of(leaf: MovedLeaf) -> LeafShards:
-    """The shards of an array."""
+    """The shape and dtype of a shard of an array, and the box of each device's shard. A
+    NumPy array has one box, with the key `None`. Of PRNG keys it is their key data.
+    """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
         return LeafShards(shape=shape, dtype=dtype, boxes={None: whole_box(shape)})
@@ -266,8 +268,8 @@ class Assembly:
         limit_bytes: int | None = None,
         most_bytes: int | None = None,
     ) -> list[Exchange]:
-        """The programs that assemble the array, in order. Parts of shards are divided
-        to keep within the limits.
+        """The programs that send the parts of shards and assemble the array, in order.
+        Parts are divided to keep within the limits.
 
         `limit_bytes` is the most bytes that programs may use in one memory, besides
         source and target. CPU devices of one process share one memory; every other
@@ -284,7 +286,8 @@ class Assembly:
         elif self.changes_devices:
             part_bytes = max(1, (most_bytes or self.most_bytes) // self._buffers)
 
-        # One program reads arrays on the same devices and of the same dtype.
+        # One program reads arrays on the same devices and of the same dtype. A key is
+        # the number of a source as text: "0".
         kinds: dict[str, object] = {}
         for key, devices in self.source_devices.items():
             kinds[key] = (devices, self.source_shapes[key].dtype)

@@ -76,7 +76,7 @@ def host_copies(
     `dtype` and `box` are those of the new shard. `shapes` has the shape and dtype of a
     shard of each array that is read. `shard_numbers` has a dict for each of these
     arrays: from the number of a device to the number of its shard among this process's
-    shards of the array.
+    shards of the array. A part reads the array whose number is its value's `path`.
     """
     copies: list[Copy] = []
     computed: list[ShardPart] = []

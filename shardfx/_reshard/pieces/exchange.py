@@ -84,15 +84,17 @@ class Exchange(NamedTuple):
 
     @property
     def flight_bytes(self) -> int:
-        """The memory of the largest parts that are in flight at the same time."""
-        most = 0
-        flight = 0
-        for step, size in zip(self.rounds, self.sizes, strict=True):
+        """The most memory of parts that are in flight at the same time. The rounds up
+        to the next one that waits are in flight together.
+        """
+        most_bytes = 0
+        bytes_in_flight = 0
+        for step, part_bytes in zip(self.rounds, self.sizes, strict=True):
             if step.waits:
-                flight = 0
-            flight += size
-            most = max(most, flight)
-        return most
+                bytes_in_flight = 0
+            bytes_in_flight += part_bytes
+            most_bytes = max(most_bytes, bytes_in_flight)
+        return most_bytes
 
 
 def source_start(row: jax.Array, form: StridedCopy) -> list[jax.Array]:
@@ -130,7 +132,8 @@ def exchanges(
     round. The parts that are in flight at the same time take at most `flight_bytes`,
     unless they are those of one round. `kinds` has, by name, a value for each array
     that is read, such as its devices and dtype. Arrays with different values are read
-    by different programs.
+    by different programs. Each group has parts of one array and one shape. The array's
+    name is the group's `key`.
     """
     # The rounds of one array are neighbours, so that a program reads few arrays.
     key_numbers = {key: number for number, key in enumerate(kinds)}
@@ -142,6 +145,8 @@ def exchanges(
     program_kind: object = None
     for group in in_order:
         group_kind = (kinds[group.key], group.form.casts)
+        # In each round a device sends and receives at most one part. `rows` are the
+        # indices of the round's parts in the group.
         for rows in matchings(group.senders, group.receivers):
             part_bytes = group.memory_bytes
             is_too_large = (
@@ -178,13 +183,17 @@ def _exchange(
     receivers: int,
     flight_bytes: int,
 ) -> Exchange:
-    """The program of some rounds. There are `count` devices, and `receivers` of them
-    are the target's. Parts in flight take at most `flight_bytes`.
+    """The program of some rounds: for each round, the rows of a group of parts. There
+    are `count` devices, and `receivers` of them are the target's. Parts in flight take
+    at most `flight_bytes`.
     """
     groups = [entry.group for entry in round_parts]
+    # The names of the arrays that the program reads.
     keys = list(dict.fromkeys([group.key for group in groups]))
     source_rank = max([len(group.form.source) for group in groups])
     target_rank = len(groups[0].form.target)
+    # A position in the source's shard, one in the target's, and whether a part is
+    # received.
     width = source_rank + target_rank + 1
     places = np.zeros((len(round_parts), count, width), np.int32)
     rounds: list[Round] = []
@@ -282,19 +291,21 @@ def program(
             shard = array.reshape(source.shape)
             shards.append(bitcast(shard, dtype) if is_only_moved else shard)
         earlier = None if makes_shards else arrays[-1]
-        out = first_shard(target.shape, dtype, earlier)
+        target_shard = first_shard(target.shape, dtype, earlier)
         for number, step in enumerate(rounds):
             # Without the barriers XLA could slice and keep all parts before it sends
             # the first.
             if step.waits:
-                shards, out = jax.lax.optimization_barrier((shards, out))
+                shards, target_shard = jax.lax.optimization_barrier(
+                    (shards, target_shard)
+                )
             shard = shards[step.source_number]
             place = places[0, number]
             part = slice_part(step.form, shard, place)
             if step.senders:
                 part = jax.lax.ppermute(part, AXIS, step.pairs)
-            out = write_part(step, out, part, shard.dtype, place)
-        return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
+            target_shard = write_part(step, target_shard, part, shard.dtype, place)
+        return bitcast(target_shard.reshape(block_shape(target.shape)), target.dtype)
 
     # The places and the sources. The target's shards, if given, are donated.
     argument_count = len(sources) + 1
@@ -345,6 +356,7 @@ def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Arr
     device's row of `Exchange.places` for this round.
     """
     start = source_start(place, form)
+    # The smallest box that contains the part, and then the part without its gaps.
     box = jax.lax.dynamic_slice(block, start, _shape(form.source))
     elements = gathered(box, form.source)
     return _cast(elements, form.casts[: sender_cast_count(form.casts, block.dtype)])
@@ -367,28 +379,29 @@ def _cast(elements: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 def write_part(
     step: Round,
-    out: jax.Array,
+    target_shard: jax.Array,
     part: jax.Array,
     source_dtype: object,
     place: jax.Array,
 ) -> jax.Array:
-    """Writes `part`, which a device received in the round `step`, into its shard `out`,
-    and returns the shard. `place` is the device's row of `Exchange.places` for this
-    round.
+    """Writes `part`, which a device received in the round `step`, into its shard
+    `target_shard`, and returns the shard. `source_dtype` is the dtype of the array that
+    the part is from. `place` is the device's row of `Exchange.places` for this round.
     """
     form = step.form
     part = _cast(part, form.casts[sender_cast_count(form.casts, source_dtype) :])
-    part = transposed(bitcast(part, out.dtype), form)
+    part = transposed(bitcast(part, target_shard.dtype), form)
     starts = target_start(place, form)
     shape = _shape(form.target)
+    # Every device receives a part, and parts fill their boxes.
     if step.is_full and all(it.starmap(is_dense, form.target)):
-        return jax.lax.dynamic_update_slice(out, part.reshape(shape), starts)
+        return jax.lax.dynamic_update_slice(target_shard, part.reshape(shape), starts)
 
     # The part has gaps, or a device received none: what was there stays.
-    before = jax.lax.dynamic_slice(out, starts, shape)
+    before = jax.lax.dynamic_slice(target_shard, starts, shape)
     after = scattered(before, form.target, part, 0)
     written = jnp.where(is_received(place), after, before)
-    return jax.lax.dynamic_update_slice(out, written, starts)
+    return jax.lax.dynamic_update_slice(target_shard, written, starts)
 
 
 def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
