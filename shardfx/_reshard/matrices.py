@@ -55,6 +55,7 @@ class MappedMatrices:
         too, as `init` returns them, and returns the tree and the new states.
         """
         flat = flatten(tree)
+        # Raises an error if the tree is not the plan's.
         rows_of(self.plan.content, flat)
         leaves = [*flat.leaves]
         # For each array of the plan, the number of its leaf in the tree.
@@ -62,6 +63,7 @@ class MappedMatrices:
             number for number, is_array in enumerate(flat.is_array) if is_array
         ]
         mesh = _mesh_of(self.plan, [leaves[number] for number in leaf_numbers])
+        # Arrays that are not divided into matrices: a function maps the whole array.
         for array_number, function in self._others.items():
             if function is not None:
                 leaf_number = leaf_numbers[array_number]
@@ -108,9 +110,12 @@ class MappedMatrices:
             )
         states: dict[str, Any] = {}
         for exchange, number, stack in self._stacks():
-            slots = exchange.starts(number).size * exchange.size(exchange.lead_axes)
+            # `starts` has a slot for each owner and each matrix that it can have. The
+            # owners are there once for each index along the axes `lead_axes`.
+            slots_of_owners = exchange.starts(number).size
+            slot_count = slots_of_owners * exchange.size(exchange.lead_axes)
             state_of = ft.partial(_state_of_zeros, self._state, stack.arrays[0])
-            states[stack.name] = jax.vmap(state_of)(jnp.zeros(slots))
+            states[stack.name] = jax.vmap(state_of)(jnp.zeros(slot_count))
         return states
 
     @property
@@ -122,11 +127,14 @@ class MappedMatrices:
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
         rules: list[tuple[str, PartitionSpec]] = []
         for exchange, _, stack in self._stacks():
+            # The mesh axes whose devices are owners: their states are stacked along
+            # the first dimension.
             owner_axes = (*exchange.lead_axes, *exchange.axes)
             rules.append((f"^{stack.name}(/|$)", PartitionSpec(owner_axes)))
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
     def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
+        """All stacks, each with its exchange and its number in the exchange."""
         stacks = []
         for exchange in self.exchanges:
             for number, stack in enumerate(exchange.stacks):
@@ -142,7 +150,7 @@ def _state_of_zeros(
     """The initial state of a matrix of `array`, made from zeros. `jax.vmap` calls this
     once for each `_slot`, which has no meaning.
     """
-    return init(jnp.zeros(array.matrix, array.dtype))
+    return init(jnp.zeros(array.matrix_shape, array.dtype))
 
 
 def map_matrices(
@@ -256,22 +264,26 @@ def _map_exchange(
 ) -> tuple[list[Any], Any]:
     """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. `states`
     has the states of each stack by the stack's name, `None` for a stack without states.
-    `mesh` is the mesh of the arrays. Returns the results and the new states.
+    `mesh` is the mesh of the arrays. Returns the results, one for each array and with
+    its shape and sharding, and the new states by the stack's name.
     """
     shardings: list[NamedSharding] = []
     sent_shardings: list[NamedSharding] = []
     sent_arrays: list[Any] = []
     for array, matrices in zip(arrays, exchange.arrays, strict=True):
-        sharding = NamedSharding(mesh, matrices.spec(matrices.entries))
-        sent_sharding = NamedSharding(mesh, matrices.spec(matrices.sent_entries))
-        with_lead = jnp.reshape(array, (*matrices.lead_shape, *matrices.rest))
+        sharding = NamedSharding(mesh, matrices.spec(matrices.axes_in_plan))
+        sent_sharding = NamedSharding(mesh, matrices.spec(matrices.axes_when_sent))
+        # An array that is one matrix gets a leading dimension of size 1.
+        with_lead = jnp.reshape(array, (*matrices.lead_shape, *matrices.inner_shape))
         shardings.append(sharding)
         sent_shardings.append(sent_sharding)
         sent_arrays.append(_moved(with_lead, sharding, sent_sharding))
     specs = [sharding.spec for sharding in sent_shardings]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
-        """What each device does with its shards, and with the states that it owns."""
+        """What each device does with its shards, and with the states that it owns. It
+        sends one row of elements to each owner, and gets one row from each device.
+        """
         rows = exchanged(exchange, packed(exchange, arrays))
         new_states = {}
         for number, stack in enumerate(exchange.stacks):
@@ -302,19 +314,23 @@ def _scan(
     states: PyTree,
 ) -> tuple[Any, Any]:
     """Applies `fn` to each matrix of the stack `number` that this device owns. `rows`
-    has the rows that the device received, and `states` the states of these matrices, if
-    any. Returns the rows with the results in the place of the matrices, and the new
-    states.
+    has a row from each device, with its shards of these matrices, and `states` the
+    states of these matrices, if any. Returns the rows with the results in the place of
+    the matrices, and the new states.
     """
+    # For each owner, the first unit of each of its matrices in every row. A unit is a
+    # block of elements. -1 stands for no matrix.
     starts = exchange.starts(number)
     stack = exchange.stacks[number]
 
-    def turn(rows: Any, slot: Any) -> Any:
-        """One matrix: where it starts in the rows, and its state."""
+    def map_slot(rows: Any, slot: Any) -> Any:
+        """Maps one matrix in the rows. `slot` has its first unit and its state."""
         start, state = slot
 
         def apply() -> Any:
-            shards = jax.lax.dynamic_slice_in_dim(rows, start, stack.unit_count, axis=1)
+            shards = jax.lax.dynamic_slice_in_dim(
+                rows, start, stack.units_per_shard, axis=1
+            )
             matrix = assembled(exchange, stack, shards)
             new_state = None
             if state is None:
@@ -335,12 +351,12 @@ def _scan(
         # `fn` does not run for a slot without a matrix.
         return jax.lax.cond(start >= 0, apply, lambda: (rows, state))
 
-    # Each owner's matrices start at places of its own, unless all places are equal.
+    # A device looks up its own row of `starts`, unless all rows are equal.
     if (starts == starts[0]).all():
         own_starts = jnp.asarray(starts[0])
     else:
         own_starts = jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
-    return jax.lax.scan(turn, rows, (own_starts, states))
+    return jax.lax.scan(map_slot, rows, (own_starts, states))
 
 
 def _require_alike(argument: PyTree, result: PyTree) -> None:
@@ -364,7 +380,8 @@ def _require_alike(argument: PyTree, result: PyTree) -> None:
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     """The rows that one device sends in the all-to-all, one row for each owner.
     `arrays` are the device's shards. A row holds the shards of all matrices of that
-    owner, one after the other, and zeros up to the length of the longest row.
+    owner, one after the other, and zeros up to the length of the longest row. Its
+    length is counted in units, blocks of elements of the shape `exchange.unit`.
     """
     unit = exchange.unit
     shards_of_stacks: list[jax.Array] = []
@@ -378,11 +395,12 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     dtype = shards_of_stacks[0].dtype
     rows_of_groups: list[jax.Array] = []
     order: list[int] = []
-    for owners, stacks in _owner_groups(exchange):
+    # Owners of equally many matrices of each stack get their rows together.
+    for owners, indices_by_stack in _owner_groups(exchange):
         blocks: list[jax.Array] = []
         units = 0
-        for stack_number, matrices in stacks:
-            shards = _rows(shards_of_stacks[stack_number], matrices.ravel())
+        for stack_number, indices in indices_by_stack.items():
+            shards = _rows(shards_of_stacks[stack_number], indices.ravel())
             block = shards.reshape(len(owners), -1, *unit)
             blocks.append(block)
             units += block.shape[1]
@@ -399,21 +417,23 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     """
     shards_of_stacks: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order_of_stacks: list[list[int]] = [[] for _ in exchange.stacks]
-    for owners, matrices_of_stacks in _owner_groups(exchange):
-        offsets: list[int] = []
-        offset = 0
-        for stack_number, matrices in matrices_of_stacks:
-            offset += matrices.shape[1] * exchange.stacks[stack_number].unit_count
-            offsets.append(offset)
+    for owners, indices_by_stack in _owner_groups(exchange):
+        # In the owners' rows, the end of the matrices of each stack, in units.
+        stops: list[int] = []
+        stop = 0
+        for stack_number, indices in indices_by_stack.items():
+            # `indices` has a row for each owner, with its matrices of the stack.
+            stop += indices.shape[1] * exchange.stacks[stack_number].units_per_shard
+            stops.append(stop)
         # The last block is padding.
-        *blocks, _ = jnp.split(_rows(rows, owners), offsets, axis=1)
-        for (stack_number, matrices), block in zip(
-            matrices_of_stacks, blocks, strict=True
+        *blocks, _ = jnp.split(_rows(rows, owners), stops, axis=1)
+        for (stack_number, indices), block in zip(
+            indices_by_stack.items(), blocks, strict=True
         ):
             shard_shape = exchange.stacks[stack_number].shard_shape
-            shards = block.reshape(matrices.size, *shard_shape)
+            shards = block.reshape(indices.size, *shard_shape)
             shards_of_stacks[stack_number].append(shards)
-            order_of_stacks[stack_number] += matrices.ravel().tolist()
+            order_of_stacks[stack_number] += indices.ravel().tolist()
 
     arrays: list[jax.Array] = []
     for stack, shards, order in zip(
@@ -421,12 +441,14 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     ):
         in_order = _rows(jnp.concatenate(shards), np.argsort(order))
         start = 0
-        for part in stack.arrays:
-            first, *others = part.lead_shape
-            counts = (first // exchange.size(part.lead_axes), *others)
-            stop = start + math.prod(counts)
-            shards_of_part = in_order[start:stop]
-            arrays.append(shards_of_part.reshape(*counts, *stack.shard_shape))
+        for array in stack.arrays:
+            # Of the leading dimensions, which count matrices, only the first is sharded.
+            first, *others = array.lead_shape
+            matrix_counts = (first // exchange.size(array.lead_axes), *others)
+            stop = start + math.prod(matrix_counts)
+            shards_of_array = in_order[start:stop]
+            shape = (*matrix_counts, *stack.shard_shape)
+            arrays.append(shards_of_array.reshape(shape))
             start = stop
     return arrays
 
@@ -435,28 +457,30 @@ class _OwnerGroup(NamedTuple):
     """Owner devices that own equally many matrices of each stack.
 
     - `owners`: the numbers of the owners.
-    - `stacks`: the number of each stack, and an array of shape `(owners, matrices)`
-      with the indices in the stack of the matrices that each owner has.
+    - `indices_by_stack`: for the number of each stack, an array of shape `(owners,
+      matrices)` with the indices in the stack of the matrices that each owner has.
     """
 
     owners: np.ndarray
-    stacks: list[tuple[int, np.ndarray]]
+    indices_by_stack: dict[int, np.ndarray]
 
 
 def _owner_groups(exchange: OwnerExchange) -> Iterator[_OwnerGroup]:
     """Yields the owner devices in groups that own equally many matrices of each stack."""
 
     def stacks_of(owner: int) -> tuple[int, ...]:
-        return tuple([stack for stack, _ in exchange.owned[owner]])
+        """The number of the stack of each matrix of an owner."""
+        return tuple([matrix.stack_number for matrix in exchange.owned[owner]])
 
+    # `together` groups owners for which `stacks_of` returns the same.
     for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
+        # Each matrix is a pair of the number of its stack and its index in the stack.
         owned = np.array([exchange.owned[owner] for owner in owners], int)
-        # For each owner and each of its matrices, the index in the stack.
         indices = owned.reshape(len(owners), -1, 2)[:, :, 1]
-        matrices_of_stacks: list[tuple[int, np.ndarray]] = []
+        indices_by_stack: dict[int, np.ndarray] = {}
         for stack in dict.fromkeys(stacks):
-            matrices_of_stacks.append((stack, indices[:, np.array(stacks) == stack]))
-        yield _OwnerGroup(owners=np.array(owners), stacks=matrices_of_stacks)
+            indices_by_stack[stack] = indices[:, np.array(stacks) == stack]
+        yield _OwnerGroup(np.array(owners), indices_by_stack)
 
 
 def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
@@ -482,14 +506,15 @@ def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
 
 
 def assembled(exchange: OwnerExchange, stack: Stack, shards: jax.Array) -> jax.Array:
-    """A whole matrix of `stack`, from the shards that its owner received from all
-    devices: the inverse of `split`.
+    """A whole matrix of `stack`, from the shards that its owner received, one row from
+    each device: the inverse of `split`.
     """
     grid = _grid(exchange, stack)
+    # One dimension for each mesh axis of the devices, then those of a shard.
     shards = shards.reshape(*grid.sizes, *stack.shard_shape)
-    # Of the replicas of a shard, the first one is taken.
+    # Along axes that do not shard the matrix, the first replica is taken.
     shards = shards[tuple(map(slice, grid.shard_counts))]
-    return shards.transpose(grid.order).reshape(stack.arrays[0].matrix)
+    return shards.transpose(grid.order).reshape(stack.arrays[0].matrix_shape)
 
 
 def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
@@ -497,7 +522,10 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
     of `assembled`.
     """
     grid = _grid(exchange, stack)
+    # One dimension for each mesh axis of the devices (of size 1 if the axis does not
+    # shard the matrix), then those of a shard.
     shape = (*grid.shard_counts, *stack.shard_shape)
+    # `grid.order` has the mesh axes of each dimension of the matrix in front of it.
     by_dim = matrix.reshape([shape[axis] for axis in grid.order])
     shards = by_dim.transpose(np.argsort(grid.order))
     shards = jnp.broadcast_to(shards, (*grid.sizes, *stack.shard_shape))
@@ -523,10 +551,14 @@ class _Grid(NamedTuple):
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> _Grid:
-    """How the shards that an owner receives of one matrix of `stack` form the matrix."""
+    """How the shards that an owner receives of one matrix of `stack` form the matrix.
+    The dimensions to order are first one for each of the exchange's mesh axes, then
+    those of a shard.
+    """
     axes = exchange.axes
     order: list[int] = []
-    for dim, dim_axes in enumerate(stack.arrays[0].sent_entries):
+    # For each dimension of the matrix, the mesh axes that shard it, then itself.
+    for dim, dim_axes in enumerate(stack.arrays[0].axes_when_sent):
         order += [*map(axes.index, dim_axes), len(axes) + dim]
 
     sizes: list[int] = []

@@ -45,23 +45,23 @@ class Matrices(NamedTuple):
     **Arguments:**
 
     - `array_number`: the number of the array in the plan.
-    - `lead_shape`, `rest`: the sizes of its leading dimensions, and of its other
-      dimensions.
+    - `lead_shape`: the sizes of its leading dimensions, which count matrices.
+    - `inner_shape`: the sizes of its other dimensions, which are rows and columns.
     - `lead_axes`: the mesh axes that shard the first leading dimension.
-    - `entries`: for each other dimension, the mesh axes that shard it in the plan.
-    - `sent_entries`: for each other dimension, the mesh axes that shard it just before
-      the all-to-all.
-    - `matrix`: the number of rows and the number of columns.
+    - `axes_in_plan`: for each inner dimension, the mesh axes that shard it in the plan.
+    - `axes_when_sent`: for each inner dimension, the mesh axes that shard it just
+      before the all-to-all.
+    - `matrix_shape`: the number of rows and the number of columns.
     - `dtype`: the dtype of the array.
     """
 
     array_number: int
     lead_shape: tuple[int, ...]
-    rest: tuple[int, ...]
+    inner_shape: tuple[int, ...]
     lead_axes: tuple[str, ...]
-    entries: tuple[tuple[str, ...], ...]
-    sent_entries: tuple[tuple[str, ...], ...]
-    matrix: tuple[int, int]
+    axes_in_plan: tuple[tuple[str, ...], ...]
+    axes_when_sent: tuple[tuple[str, ...], ...]
+    matrix_shape: tuple[int, int]
     dtype: DType
 
     @property
@@ -69,33 +69,42 @@ class Matrices(NamedTuple):
         """The number of matrices in the array."""
         return math.prod(self.lead_shape)
 
-    def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The array's PartitionSpec. `entries` has the mesh axes that shard each
+    def spec(self, axes_of_dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
+        """The array's PartitionSpec. `axes_of_dims` has the mesh axes that shard each
         dimension after the leading ones.
         """
         return PartitionSpec(
             self.lead_axes or None,
             *[None] * (len(self.lead_shape) - 1),
-            *(axes or None for axes in entries),
+            *(axes or None for axes in axes_of_dims),
         )
 
 
 class Stack(NamedTuple):
     """Matrices of equal shape, dtype and sharding, which the `arrays` hold.
-    `shard_shape` is the shape of one device's shard of a matrix, and `unit_count` the
-    number of units in it.
+    `shard_shape` is the shape of one device's shard of a matrix, and `units_per_shard`
+    the number of units in it.
     """
 
     arrays: tuple[Matrices, ...]
     shard_shape: tuple[int, ...]
-    unit_count: int
+    units_per_shard: int
 
     @property
     def name(self) -> str:
         """The key of this stack in the dict of the states that `map_matrices` keeps."""
         first = self.arrays[0]
-        shape = "x".join(map(str, first.matrix))
+        shape = "x".join(map(str, first.matrix_shape))
         return f"{first.array_number}_{shape}_{np.dtype(first.dtype).name}"
+
+
+class OwnedMatrix(NamedTuple):
+    """A matrix that an owner device computes: the number of its stack in the exchange,
+    and its index in the stack.
+    """
+
+    stack_number: int
+    index: int
 
 
 class OwnerExchange(NamedTuple):
@@ -110,8 +119,7 @@ class OwnerExchange(NamedTuple):
     - `axes`: the mesh axes along which the owner devices lie.
     - `unit`: the shape of a unit, a block of elements: a device's shard of a matrix, or
       a part of it.
-    - `owned`: for each owner the matrices that it computes, in order. Each is given by
-      the number of its stack and its index in the stack.
+    - `owned`: for each owner the matrices that it computes, in order.
     - `sizes`: the sizes of the mesh axes.
     """
 
@@ -119,10 +127,11 @@ class OwnerExchange(NamedTuple):
     lead_axes: tuple[str, ...]
     axes: tuple[str, ...]
     unit: tuple[int, ...]
-    owned: tuple[tuple[tuple[int, int], ...], ...]
+    owned: tuple[tuple[OwnedMatrix, ...], ...]
     sizes: Mapping[str, int]
 
     def size(self, axes: Iterable[str]) -> int:
+        """The number of devices along the mesh axes `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
@@ -133,11 +142,13 @@ class OwnerExchange(NamedTuple):
     @property
     def units_per_owner(self) -> int:
         """The number of units that each device sends to each owner, padding included."""
-        widest = 0
+        most_units = 0
         for matrices in self.owned:
-            units = sum(self.stacks[stack].unit_count for stack, _ in matrices)
-            widest = max(widest, units)
-        return widest
+            units = 0
+            for matrix in matrices:
+                units += self.stacks[matrix.stack_number].units_per_shard
+            most_units = max(most_units, units)
+        return most_units
 
     def starts(self, stack_number: int) -> Int[np.ndarray, "owners slots"]:
         """Where each matrix of the stack `stack_number` begins, in units, in the row
@@ -148,14 +159,14 @@ class OwnerExchange(NamedTuple):
         for matrices in self.owned:
             starts: list[int] = []
             start = 0
-            for stack, _ in matrices:
-                if stack == stack_number:
+            for matrix in matrices:
+                if matrix.stack_number == stack_number:
                     starts.append(start)
-                start += self.stacks[stack].unit_count
+                start += self.stacks[matrix.stack_number].units_per_shard
             starts_of_owners.append(starts)
 
-        slots = max(map(len, starts_of_owners))
-        rows = np.full((len(self.owned), slots), -1)
+        slot_count = max(map(len, starts_of_owners))
+        rows = np.full((len(self.owned), slot_count), -1)
         for owner, starts in enumerate(starts_of_owners):
             rows[owner, : len(starts)] = starts
         return rows
@@ -204,7 +215,7 @@ def _default_owner_axes(plan: ShardPlan, matrices: Iterable[Matrices]) -> list[s
     used: set[str] = set()
     for array in matrices:
         used.update(array.lead_axes)
-        for axes in array.entries:
+        for axes in array.axes_in_plan:
             used.update(axes)
     rules = () if plan.axes is None else plan.axes.rules
     for name, target in rules:
@@ -291,7 +302,7 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
         )
     entries = list(map(entry_axes, entries_at(leaf.spec, len(leaf.shape))))
     lead_shape = leaf.shape[:many]
-    rest = leaf.shape[many:]
+    inner_shape = leaf.shape[many:]
     if any(entries[1:many]):
         raise SpecError(
             f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts"
@@ -301,11 +312,11 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     return Matrices(
         array_number=number,
         lead_shape=lead_shape or (1,),
-        rest=rest,
+        inner_shape=inner_shape,
         lead_axes=entries[0] if many else (),
-        entries=matrix_entries,
-        sent_entries=matrix_entries,
-        matrix=(math.prod(rest[:rows]), math.prod(rest[rows:])),
+        axes_in_plan=matrix_entries,
+        axes_when_sent=matrix_entries,
+        matrix_shape=(math.prod(inner_shape[:rows]), math.prod(inner_shape[rows:])),
         dtype=leaf.dtype,
     )
 
@@ -314,7 +325,7 @@ def _cost(array: Matrices) -> float:
     """The multiplications in `M @ M.T` or `M.T @ M`, whichever has fewer, for a matrix
     `M` of `array`.
     """
-    rows, columns = array.matrix
+    rows, columns = array.matrix_shape
     return float(rows) * columns * min(rows, columns)
 
 
@@ -323,14 +334,15 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
     during the all-to-all.
     """
     return together(
-        arrays, lambda array: (array.rest, array.matrix, array.sent_entries)
+        arrays,
+        lambda array: (array.inner_shape, array.matrix_shape, array.axes_when_sent),
     )
 
 
 class _Owners:
     """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not
     move along the axes `lead_axes`. `sizes` has the size of each mesh axis. `loads` has
-    what each of the `owner_count` owners computes so far.
+    the multiplications (`_cost`) of each of the `owner_count` owners so far.
     """
 
     def __init__(
@@ -346,6 +358,7 @@ class _Owners:
         self.loads = [0.0] * self.owner_count
 
     def size(self, axes: Iterable[str]) -> int:
+        """The number of devices along the mesh axes `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, array: Matrices) -> int:
@@ -355,30 +368,30 @@ class _Owners:
         return array.matrix_count // self.size(self.lead_axes)
 
     def sharded(self, array: Matrices) -> Matrices:
-        """Returns `array` with other `sent_entries`, which shard its other dimensions,
-        `rest`, over the owners' axes, each in turn on the first dimension that it
-        divides.
+        """Returns `array` with other `axes_when_sent`. These shard the rows and columns
+        over the owners' axes. Axes of the plan stay on their dimension. Each other axis
+        goes to the first dimension that it divides, or to none.
         """
-        entries: list[tuple[str, ...]] = []
+        axes_of_dims: list[tuple[str, ...]] = []
         used: set[str] = set()
-        for dim_axes in array.entries:
+        for dim_axes in array.axes_in_plan:
             owner_axes = [axis for axis in dim_axes if axis in self.axes]
-            entries.append(tuple(owner_axes))
+            axes_of_dims.append(tuple(owner_axes))
             used.update(owner_axes)
         for axis in self.axes:
             if axis in used:
                 continue
-            for dim, size in enumerate(array.rest):
-                longer = (*entries[dim], axis)
-                if size % self.size(longer) == 0:
-                    entries[dim] = longer
+            for dim, size in enumerate(array.inner_shape):
+                with_axis = (*axes_of_dims[dim], axis)
+                if size % self.size(with_axis) == 0:
+                    axes_of_dims[dim] = with_axis
                     break
-        return array._replace(sent_entries=tuple(entries))
+        return array._replace(axes_when_sent=tuple(axes_of_dims))
 
     def shard_shape(self, array: Matrices) -> tuple[int, ...]:
         """The shape of a device's shard of a matrix of `array` during the all-to-all."""
         shape: list[int] = []
-        for size, axes in zip(array.rest, array.sent_entries, strict=True):
+        for size, axes in zip(array.inner_shape, array.axes_when_sent, strict=True):
             shape.append(size // self.size(axes))
         return tuple(shape)
 
@@ -400,21 +413,21 @@ class _Owners:
             stack = Stack(
                 arrays=tuple(group),
                 shard_shape=shard_shape,
-                unit_count=math.prod(shard_shape) // math.prod(unit),
+                units_per_shard=math.prod(shard_shape) // math.prod(unit),
             )
             stacks.append(stack)
 
-        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owner_count)]
+        owned: list[list[OwnedMatrix]] = [[] for _ in range(self.owner_count)]
         # A heap of owners: the units that each receives, what it computes, its number.
-        waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
-        heapq.heapify(waiting)
+        owner_heap = [(0, load, owner) for owner, load in enumerate(self.loads)]
+        heapq.heapify(owner_heap)
         for stack_number, stack in enumerate(stacks):
-            for matrix in range(sum(map(self.count, stack.arrays))):
-                units, load, owner = waiting[0]
-                owned[owner].append((stack_number, matrix))
+            for index in range(sum(map(self.count, stack.arrays))):
+                units, load, owner = owner_heap[0]
+                owned[owner].append(OwnedMatrix(stack_number, index))
                 self.loads[owner] = load + _cost(stack.arrays[0])
-                entry = (units + stack.unit_count, self.loads[owner], owner)
-                heapq.heapreplace(waiting, entry)
+                entry = (units + stack.units_per_shard, self.loads[owner], owner)
+                heapq.heapreplace(owner_heap, entry)
         return OwnerExchange(
             stacks=tuple(stacks),
             lead_axes=self.lead_axes,
@@ -471,7 +484,7 @@ class _Owners:
             if (need := self.needed_bytes([array])) > limit_or_inf:
                 raise MoveError(
                     f"`memory_limit_bytes={limit}`: {self.count(array)} matrices of"
-                    f" {array.matrix[0]} x {array.matrix[1]} on"
+                    f" {array.matrix_shape[0]} x {array.matrix_shape[1]} on"
                     f" {self.owner_count} owners need {need} bytes; allow as much, or"
                     " name more axes in `over`."
                 )
@@ -486,7 +499,7 @@ class _Owners:
         that it sends, those that it receives, and one whole matrix.
         """
         sent_elements = self.owner_count * self.sent_elements(arrays)
-        matrix_elements = max(math.prod(array.matrix) for array in arrays)
+        matrix_elements = max(math.prod(array.matrix_shape) for array in arrays)
         # As many elements are received as are sent.
         elements = 2 * sent_elements + matrix_elements
         return elements * np.dtype(arrays[0].dtype).itemsize
