@@ -163,9 +163,9 @@ def start_on_host(
     the array.
 
     `targets` are the distinct boxes of this process's shards of the array, and `copies`
-    the parts of each. `joint` are the `joint_copies` of both. `names` are the paths of
-    the arrays that are read; copies give an array by its position in `names`. Without
-    `pool`, the calling thread copies.
+    the parts of each. `joint` are the same copies for small shards, which lie in one
+    memory. `names` are the paths of the arrays that are read; copies give an array by
+    its position in `names`. Without `pool`, the calling thread copies.
 
     The new shards are views of old shards on two conditions: each new shard is a
     contiguous part of one old shard, and these old shards, which views keep alive, have
@@ -179,8 +179,8 @@ def start_on_host(
 
     if is_small(targets, dtype):
         *starts, nbytes = shard_starts(targets, dtype)
-        elements = nbytes // dtype.itemsize
-        (memory,) = buffers([((elements,), struct.dtype)])
+        element_count = nbytes // dtype.itemsize
+        (memory,) = buffers([((element_count,), struct.dtype)])
         new_shards: list[np.ndarray] = []
         for box, start in zip(targets, starts, strict=True):
             new_shards.append(np.ndarray(box_shape(box), dtype, memory, start))

@@ -32,7 +32,10 @@ class Numbered(NamedTuple):
 
 
 def numbered(keys: np.ndarray) -> Numbered:
-    """Numbers the different values of `keys`, integers from 0."""
+    """The different values of `keys`, integers from 0, in ascending order, and for each
+    key the number of its value: (2, 5, 7) and (1, 0, 1, 2) for the keys 5, 2, 5, 7.
+    """
+    # The entries of a table with one entry for each integer up to the largest key.
     entries = int(keys.max(initial=0)) + 1
     if entries > _ENTRIES_PER_ELEMENT * len(keys):
         values, numbers = np.unique(keys, return_inverse=True)

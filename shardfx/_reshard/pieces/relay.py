@@ -39,7 +39,8 @@ def may_need_a_relay(leaf: MovedLeaf, dcn_bytes: int) -> bool:
 
 
 def with_relay(assembly: Assembly, leaf: MovedLeaf) -> Assembly | None:
-    """`assembly`, the plan for `leaf` in its sharding, with a relay in each slice;
+    """`assembly`, the plan for `leaf` in its sharding, with a relay in each slice: one
+    device of the slice receives a part and then sends it to the others that need it.
     `None` if that saves too few bytes between slices.
     """
     number_of = {device: number for number, device in enumerate(assembly.devices)}
@@ -52,6 +53,8 @@ def with_relay(assembly: Assembly, leaf: MovedLeaf) -> Assembly | None:
     if relayed is None:
         return None
 
+    # The relay is a second exchange, among the target's devices, numbered anew. Its
+    # only source is the array that the first exchange has assembled in part.
     devices = assembly.target_devices
     position_of: dict[int, int] = {}
     for position, device in enumerate(devices):
@@ -99,16 +102,17 @@ def _relayed_parts(
     shard, and `dtype` is that of the shards.
     """
     entering: list[ShardPart] = []
-    alike: dict[object, list[ShardPart]] = {}
+    # Parts from other slices that several devices of one slice need alike.
+    equal_parts: dict[object, list[ShardPart]] = {}
     for part in parts:
         receiver = part.receiver
         if slices[part.sender] == slices[receiver]:
             entering.append(part)
         else:
             key = (slices[receiver], boxes[receiver], part.piece)
-            alike.setdefault(key, []).append(part)
+            equal_parts.setdefault(key, []).append(part)
     saved_bytes = 0
-    for group in alike.values():
+    for group in equal_parts.values():
         saved_bytes += group[0].bytes * (len(group) - 1)
     if saved_bytes < LEAST_SAVED_BYTES:
         return None
@@ -116,12 +120,12 @@ def _relayed_parts(
     # All devices that hold a box in a slice take their turn in receiving. If they are
     # more than the parts, these are divided.
     part_counts = collections.Counter[tuple[int, Box]]()
-    for group in alike.values():
+    for group in equal_parts.values():
         receiver = group[0].receiver
         part_counts[slices[receiver], boxes[receiver]] += 1
     spreading: list[ShardPart] = []
     received_bytes = collections.Counter[int]()
-    for group in alike.values():
+    for group in equal_parts.values():
         receiver = group[0].receiver
         part_count = part_counts[slices[receiver], boxes[receiver]]
         section_count = -(-len(group) // part_count)

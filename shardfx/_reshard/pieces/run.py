@@ -58,8 +58,9 @@ def _sent_shape(form: StridedCopy) -> list[int]:
     times is sent once.
     """
     shape: list[int] = []
-    for _, digits in form.source:
-        for count, _ in digits:
+    # For each dimension of the box that is read, the loops that reach its elements.
+    for _, loops in form.source:
+        for count, _ in loops:
             shape.append(count)
     return shape
 
@@ -148,10 +149,10 @@ def write_program(
     def run(places: jax.Array, message: jax.Array, *arrays: jax.Array) -> jax.Array:
         """A device's shard with the parts of the message written into it."""
         earlier = None if makes_shards else arrays[0]
-        out = first_shard(target.shape, dtype, earlier)
+        shard = first_shard(target.shape, dtype, earlier)
         start = 0
         for number, step in enumerate(rounds):
-            message, out = jax.lax.optimization_barrier((message, out))
+            message, shard = jax.lax.optimization_barrier((message, shard))
             shape = _sent_shape(step.form)
             stop = start + math.prod(shape)
             part = jax.lax.slice(message, (start,), (stop,)).reshape(shape)
@@ -159,8 +160,8 @@ def write_program(
             if not is_cast_by_sender:
                 part = bitcast(part, wire_dtype)
             start = stop
-            out = write_part(step, out, part, source_dtype, places[0, number])
-        return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
+            shard = write_part(step, shard, part, source_dtype, places[0, number])
+        return bitcast(shard.reshape(block_shape(target.shape)), target.dtype)
 
     if makes_shards:
         return per_device(devices, run, 2)
@@ -339,11 +340,12 @@ def start_assembly(
     run_step = _run_on_same_devices
     if plan.changes_devices:
         run_step = _run_between_devices
-    out = _constants(plan)
+    shards_so_far = _constants(plan)
+    # Each step is a program, with the positions of the parts that it sends and writes.
     for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
-        out = run_step(plan, names, context, step, places, out)
+        shards_so_far = run_step(plan, names, context, step, places, shards_so_far)
 
-    shard_of = {} if out is None else _shards(out)
+    shard_of = {} if shards_so_far is None else _shards(shards_so_far)
     shards = []
     for device in plan.sharding.addressable_devices_indices_map(plan.shape):
         shard = shard_of[device].reshape(plan.shard_shape)
@@ -362,31 +364,31 @@ def _run_on_same_devices(
     context: Context,
     step: Exchange,
     places: Any,
-    out: jax.Array | None,
+    shards_so_far: jax.Array | None,
 ) -> jax.Array | None:
     """Runs the program `step` of an assembly whose source and target are on the same
     devices. `names` are the paths of the sources. `places` has one array:
-    `step.places`, the positions of the parts, on the devices. `out` has the shards that
-    earlier programs made, if any. Returns the updated shards.
+    `step.places`, the positions of the parts, on the devices. `shards_so_far` are those
+    that earlier programs made, if any. Returns the updated shards.
     """
     devices = plan.devices
     arguments = [context.block(plan, names, devices, key) for key in step.keys]
-    if out is not None:
-        arguments.append(out)
+    if shards_so_far is not None:
+        arguments.append(shards_so_far)
     with _on(devices):
         run = program(
             devices,
             step.rounds,
             sources=tuple([plan.source_shapes[key] for key in step.keys]),
             target=Block(plan.shard_shape, plan.dtype),
-            makes_shards=out is None,
+            makes_shards=shards_so_far is None,
         )
-        out = run(places[0], *arguments)
+        shards_so_far = run(places[0], *arguments)
     if context.limit_bytes is not None or _spans_cpu_processes(devices):
         # Programs that talk to other processes block threads of the CPU's runtime;
         # several at once can block them all.
-        jax.block_until_ready(out)
-    return out
+        jax.block_until_ready(shards_so_far)
+    return shards_so_far
 
 
 def _run_between_devices(
@@ -395,13 +397,13 @@ def _run_between_devices(
     context: Context,
     step: Exchange,
     places: Any,
-    out: jax.Array | None,
+    shards_so_far: jax.Array | None,
 ) -> jax.Array | None:
     """Runs the three programs (slice, send, write) for `step`, if source and target are
     on different devices. `names` are the paths of the sources. `places` has
     `step.places`, the positions of the parts, as two arrays: on the source's and on the
-    target's devices. `out` has the shards that earlier programs made, if any. Returns
-    the updated shards; `None` if this process has none of the array's devices.
+    target's devices. `shards_so_far` are those that earlier programs made, if any.
+    Returns the updated shards; `None` if this process has none of the array's devices.
     """
     # Without senders and receivers, the programs of different parts of an array are
     # equal.
@@ -444,20 +446,20 @@ def _run_between_devices(
                 tuple(rounds),
                 source_dtype=source_dtype,
                 target=Block(plan.shard_shape, plan.dtype),
-                makes_shards=out is None,
+                makes_shards=shards_so_far is None,
             )
             arguments = [blocks(receivers, message.shape, message.dtype, received)]
-            if out is not None:
-                arguments.append(out)
-            out = write(places[1], *arguments)
-    result = out
+            if shards_so_far is not None:
+                arguments.append(shards_so_far)
+            shards_so_far = write(places[1], *arguments)
+    result = shards_so_far
     if result is None:
         result = next(iter(received.values()))
     # `wait_for` waits for it; a process without target devices has what it exchanged.
     context.in_flight.append(result)
     if _spans_cpu_processes(plan.devices):
         jax.block_until_ready(result)
-    return out
+    return shards_so_far
 
 
 def _messages(
@@ -585,12 +587,12 @@ def _constants(plan: Assembly) -> jax.Array | None:
         """A device's shard of the array of all shards. The first slice in `index`
         starts at this shard.
         """
-        out = np.zeros(plan.shard_shape, plan.dtype)
+        new_shard = np.zeros(plan.shard_shape, plan.dtype)
         number = numbers[(index[0].start or 0) // block[0]]
         for piece in constants.get(number, ()):
             with np.errstate(over="ignore", invalid="ignore"):
-                target_view(out, piece)[...] = constant(piece)
-        return out.reshape(block)
+                target_view(new_shard, piece)[...] = constant(piece)
+        return new_shard.reshape(block)
 
     whole = (len(devices) * block[0], *block[1:])
     return jax.make_array_from_callback(

@@ -37,7 +37,7 @@ class Senders:
         group_of: Mapping[int, int],
         sent: dict[int, int],
     ):
-        # The keys, in order; the values say nothing.
+        # The numbers of the devices, as keys and in order; the values say nothing.
         self.holders = dict.fromkeys(holders)
         self.sent = sent
         self._group_of = group_of
@@ -46,6 +46,7 @@ class Senders:
 
     @ft.cached_property
     def _heap(self) -> list[HeapEntry]:
+        """The devices, the one that has sent the fewest bytes first."""
         heap: list[HeapEntry] = []
         for position, device in enumerate(self.holders):
             heap.append(HeapEntry(self.sent[device], position, device))
@@ -53,6 +54,7 @@ class Senders:
 
     @ft.cached_property
     def _heap_by_group(self) -> dict[int | None, list[HeapEntry]]:
+        """The same devices, a heap for those of each group."""
         return together(self._heap, lambda entry: self._group_of.get(entry.device))
 
     def choose(self, receiver: int, nbytes: int) -> int:

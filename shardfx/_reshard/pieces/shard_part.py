@@ -124,6 +124,7 @@ def _extent_of(factors: tuple[Factor, ...], source_rank: int, target_rank: int) 
         target=(0,) * target_rank,
         factors=factors,
     )
+    # `hull` is the smallest box of the target; `swapped` exchanges source and target.
     target_extent = volume(hull(piece))
     source_extent = volume(hull(swapped(once(piece))))
     return max(piece.elements, target_extent, source_extent)
