@@ -100,11 +100,11 @@ class Stack(NamedTuple):
 
 class OwnedMatrix(NamedTuple):
     """A matrix that an owner device computes: the number of its stack in the exchange,
-    and its index in the stack.
+    and its position in the stack.
     """
 
     stack_number: int
-    index: int
+    position: int
 
 
 class OwnerExchange(NamedTuple):
@@ -422,9 +422,9 @@ class _Owners:
         owner_heap = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(owner_heap)
         for stack_number, stack in enumerate(stacks):
-            for index in range(sum(map(self.count, stack.arrays))):
+            for position in range(sum(map(self.count, stack.arrays))):
                 units, load, owner = owner_heap[0]
-                owned[owner].append(OwnedMatrix(stack_number, index))
+                owned[owner].append(OwnedMatrix(stack_number, position))
                 self.loads[owner] = load + _cost(stack.arrays[0])
                 entry = (units + stack.units_per_shard, self.loads[owner], owner)
                 heapq.heapreplace(owner_heap, entry)

@@ -40,7 +40,7 @@ def cuts(bits, sources, targets, group_of=None, sent_before=(), lost=()):
     return parts_module.shard_parts(
         leaf,
         targets=targets,
-        sources={"x": (dtype, holders)},
+        sources={"x": parts_module.Source(dtype, holders)},
         group_of=group_of or {},
         sent_before=sent_before,
     )

@@ -105,7 +105,9 @@ class PartTable:
 
     @ft.cached_property
     def links(self) -> Links:
-        """The bytes that devices send each other, in the order of the rows."""
+        """The bytes that devices send each other, by sender and receiver, in the order
+        of the rows. Copies within a device are left out.
+        """
         is_sent = self.senders != self.receivers
         if not is_sent.any():
             return {}
@@ -113,6 +115,7 @@ class PartTable:
         receivers = self.receivers[is_sent]
         part_bytes = _bytes_of(self.forms)[self.form_numbers[is_sent]]
 
+        # A pair of devices as one integer.
         span = int(receivers.max()) + 1
         links, first_rows, link_of_part = np.unique(
             senders * span + receivers,
@@ -136,7 +139,8 @@ class PartTable:
 
     def groups(self, part_bytes: int | None) -> list[PartGroup]:
         """The parts in groups of one shape. Parts of more than `part_bytes` of memory
-        are divided; `None` is no limit.
+        are divided into sections; `None` is no limit. A form is a part at position zero
+        that stands for all parts of its shape.
         """
         if not len(self.senders):
             return []
@@ -227,6 +231,9 @@ def tabled_parts(
     `targets` has the device and the box of each shard to assemble, `holders` the
     devices that hold each box of the source, of dtype `dtype`. `group_of` has the
     group of each device, and `sent` the bytes that it has sent.
+
+    A part is what a box of the target and a box of the source, a cell, have in common.
+    `rows` gives each part by its overlapping intervals along each dimension.
     """
     devices = np.array([device for device, _ in targets], np.int64)
     target_boxes = [box for _, box in targets]
@@ -247,7 +254,7 @@ def tabled_parts(
     widths = bits_on_the_way(piece.value, dtype)
     sizes = _values_by_part(rows, overlaps, lambda overlap: overlap.sizes)
     forms = _forms(piece, sizes, widths)
-    receivers = devices[rows.targets]
+    receivers = devices[rows.shard_numbers]
     chosen = _senders(
         cells=cell_of_row,
         receivers=receivers,
@@ -261,8 +268,12 @@ def tabled_parts(
         form_numbers=forms.numbers,
         senders=chosen.senders,
         receivers=receivers,
-        sources=_values_by_part(rows, overlaps, lambda overlap: overlap.sources),
-        targets=_values_by_part(rows, overlaps, lambda overlap: overlap.targets),
+        sources=_values_by_part(
+            rows, overlaps, lambda overlap: overlap.starts_in_source
+        ),
+        targets=_values_by_part(
+            rows, overlaps, lambda overlap: overlap.starts_in_target
+        ),
     )
     return TabledParts(table=table, missing=missing, replicas=chosen.replicas)
 
@@ -278,11 +289,13 @@ class _Column(NamedTuple):
 
     starts: np.ndarray
     stops: np.ndarray
-    numbers: np.ndarray
+    interval_of_box: np.ndarray
 
 
 def _columns(boxes: Sequence[Box], rank: int) -> list[_Column]:
-    """The intervals of `boxes` along each of `rank` dimensions."""
+    """For each of `rank` dimensions, the different intervals that `boxes` have along
+    it, and the number of each box's interval among these.
+    """
     bounds = np.array(boxes, np.int64).reshape(len(boxes), rank, 2)
     columns = []
     for dim in range(rank):
@@ -290,7 +303,7 @@ def _columns(boxes: Sequence[Box], rank: int) -> list[_Column]:
         column = _Column(
             starts=intervals[:, 0],
             stops=intervals[:, 1],
-            numbers=numbers.reshape(-1),
+            interval_of_box=numbers.reshape(-1),
         )
         columns.append(column)
     return columns
@@ -300,51 +313,54 @@ class _Overlaps(NamedTuple):
     """The overlapping pairs of an interval of the target and one of the source, along
     one dimension. The pairs of one interval of the target are neighbours.
 
-    - `first_pairs`, `counts`: for each interval of the target, its first pair, and how many
-      pairs it has.
-    - `intervals`: for each pair, the number of the source's interval.
+    - `first_pairs`, `pair_counts`: for each interval of the target, the number of its
+      first pair, and how many pairs it has.
+    - `source_intervals`: for each pair, the number of the source's interval.
     - `starts`: for each pair, the first common element.
-    - `sources`, `targets`: for each pair, the position of this element in the
-      source's and in the target's interval.
+    - `starts_in_source`, `starts_in_target`: for each pair, the position of this
+      element in the source's and in the target's interval.
     - `sizes`: for each pair, the number of common elements.
     """
 
     first_pairs: np.ndarray
-    counts: np.ndarray
-    intervals: np.ndarray
+    pair_counts: np.ndarray
+    source_intervals: np.ndarray
     starts: np.ndarray
-    sources: np.ndarray
-    targets: np.ndarray
+    starts_in_source: np.ndarray
+    starts_in_target: np.ndarray
     sizes: np.ndarray
 
 
 def _overlaps(target: _Column, source: _Column) -> _Overlaps:
-    """The overlapping pairs of intervals along one dimension. The intervals of the
-    source lie side by side, so those that overlap one of the target are neighbours.
+    """The pairs of an interval of `target` and an interval of `source` that overlap
+    along one dimension, the pairs of one interval of the target after those of another.
+    The intervals of the source lie side by side, so those that overlap one of the
+    target are neighbours.
     """
     # Of the source's intervals, the first that overlaps and the first behind it that
     # does not.
     first_intervals = np.searchsorted(source.stops, target.starts, side="right")
     stop_intervals = np.searchsorted(source.starts, target.stops, side="left")
     is_empty = target.starts >= target.stops
-    counts = np.maximum(stop_intervals - first_intervals, 0)
-    counts[is_empty] = 0
-    first_pairs = np.cumsum(counts) - counts
+    pair_counts = np.maximum(stop_intervals - first_intervals, 0)
+    pair_counts[is_empty] = 0
+    first_pairs = np.cumsum(pair_counts) - pair_counts
 
-    target_numbers = np.repeat(np.arange(len(counts)), counts)
-    numbers_in_target = np.arange(len(target_numbers)) - first_pairs[target_numbers]
-    intervals = first_intervals[target_numbers] + numbers_in_target
-    source_starts = source.starts[intervals]
-    target_starts = target.starts[target_numbers]
+    # For each pair, the numbers of its two intervals.
+    target_intervals = np.repeat(np.arange(len(pair_counts)), pair_counts)
+    pair_in_target = np.arange(len(target_intervals)) - first_pairs[target_intervals]
+    source_intervals = first_intervals[target_intervals] + pair_in_target
+    source_starts = source.starts[source_intervals]
+    target_starts = target.starts[target_intervals]
     starts = np.maximum(target_starts, source_starts)
-    stops = np.minimum(target.stops[target_numbers], source.stops[intervals])
+    stops = np.minimum(target.stops[target_intervals], source.stops[source_intervals])
     return _Overlaps(
         first_pairs=first_pairs,
-        counts=counts,
-        intervals=intervals,
+        pair_counts=pair_counts,
+        source_intervals=source_intervals,
         starts=starts,
-        sources=starts - source_starts,
-        targets=starts - target_starts,
+        starts_in_source=starts - source_starts,
+        starts_in_target=starts - target_starts,
         sizes=stops - starts,
     )
 
@@ -354,13 +370,13 @@ class _Rows(NamedTuple):
     dimension the number of its pair of overlapping intervals.
     """
 
-    targets: np.ndarray
-    pairs: tuple[np.ndarray, ...]
+    shard_numbers: np.ndarray
+    pairs_by_dim: tuple[np.ndarray, ...]
 
     def kept(self, mask: np.ndarray) -> "_Rows":
         """The rows where `mask` is true."""
-        pairs = [pair[mask] for pair in self.pairs]
-        return _Rows(targets=self.targets[mask], pairs=tuple(pairs))
+        pairs_by_dim = [pairs[mask] for pairs in self.pairs_by_dim]
+        return _Rows(self.shard_numbers[mask], tuple(pairs_by_dim))
 
 
 def _rows(
@@ -368,27 +384,31 @@ def _rows(
     overlaps: Sequence[_Overlaps],
     count: int,
 ) -> _Rows:
-    """The parts of `count` shards, shard by shard. Those of one shard are all
-    combinations of its overlaps along each dimension, the last one fastest.
+    """The parts of `count` shards of the target, shard by shard. `columns` has the
+    shards' intervals along each dimension, and `overlaps` the pairs that these form
+    with intervals of the source. The parts of one shard are all combinations of its
+    pairs along each dimension, the last dimension fastest.
     """
     counts_by_dim: list[np.ndarray] = []
     parts_of_shard = np.ones(count, np.int64)
     for column, overlap in zip(columns, overlaps, strict=True):
-        counts = overlap.counts[column.numbers]
+        counts = overlap.pair_counts[column.interval_of_box]
         counts_by_dim.append(counts)
         parts_of_shard = parts_of_shard * counts
-    targets = np.repeat(np.arange(count), parts_of_shard)
+    shard_numbers = np.repeat(np.arange(count), parts_of_shard)
     first_parts = np.cumsum(parts_of_shard) - parts_of_shard
 
-    remaining = np.arange(len(targets)) - first_parts[targets]
-    pairs: list[np.ndarray] = []
+    # A part's number within its shard, whose digits say which pair it has along each
+    # dimension.
+    remaining = np.arange(len(shard_numbers)) - first_parts[shard_numbers]
+    pairs_by_dim: list[np.ndarray] = []
     for dim in reversed(range(len(columns))):
-        radix = counts_by_dim[dim][targets]
-        interval = columns[dim].numbers[targets]
+        radix = counts_by_dim[dim][shard_numbers]
+        interval = columns[dim].interval_of_box[shard_numbers]
         first_pairs = overlaps[dim].first_pairs[interval]
-        pairs.insert(0, first_pairs + remaining % radix)
+        pairs_by_dim.insert(0, first_pairs + remaining % radix)
         remaining = remaining // radix
-    return _Rows(targets=targets, pairs=tuple(pairs))
+    return _Rows(shard_numbers, tuple(pairs_by_dim))
 
 
 def _cells(
@@ -397,18 +417,19 @@ def _cells(
     columns: Sequence[_Column],
     count: int,
 ) -> np.ndarray:
-    """For each part, the position of its box among the `count` boxes of the source,
-    which form a grid.
+    """For each part, the position of the box that it reads among the `count` boxes of
+    the source, which form a grid. `columns` has the intervals of these boxes along each
+    dimension.
     """
     if not columns:
-        return np.zeros(len(rows.targets), np.int64)
+        return np.zeros(len(rows.shard_numbers), np.int64)
     grid_shape: list[int] = []
     box_index: list[np.ndarray] = []
     part_index: list[np.ndarray] = []
-    for column, overlap, pair in zip(columns, overlaps, rows.pairs, strict=True):
+    for column, overlap, pair in zip(columns, overlaps, rows.pairs_by_dim, strict=True):
         grid_shape.append(len(column.starts))
-        box_index.append(column.numbers)
-        part_index.append(overlap.intervals[pair])
+        box_index.append(column.interval_of_box)
+        part_index.append(overlap.source_intervals[pair])
     cells = np.zeros(grid_shape, np.int64)
     cells[tuple(box_index)] = np.arange(count)
     return cells[tuple(part_index)]
@@ -419,14 +440,14 @@ def _values_by_part(
     overlaps: Sequence[_Overlaps],
     values_of: Callable[[_Overlaps], np.ndarray],
 ) -> np.ndarray:
-    """One row for each part, with a value for each dimension: that of the part's pair,
-    of the values of all pairs that `values_of` returns.
+    """One row for each part, with a value for each dimension: the value that
+    `values_of` returns for the part's pair of overlapping intervals.
     """
     columns: list[np.ndarray] = []
-    for overlap, pair in zip(overlaps, rows.pairs, strict=True):
+    for overlap, pair in zip(overlaps, rows.pairs_by_dim, strict=True):
         columns.append(values_of(overlap)[pair])
     if not columns:
-        return np.zeros((len(rows.targets), 0), np.int64)
+        return np.zeros((len(rows.shard_numbers), 0), np.int64)
     return np.stack(columns, axis=1)
 
 
@@ -451,9 +472,11 @@ class _Forms(NamedTuple):
 
 
 def _forms(piece: Piece, sizes: np.ndarray, widths: Sequence[int]) -> _Forms:
-    """The forms of parts of `piece`. `sizes` has one row for each part, and `widths` the
-    bits of an element on its way.
+    """The forms of parts of `piece`: for each size that parts have, a part at position
+    zero. `sizes` has one row for each part, its size along each dimension. `widths` are
+    the bits of an element in each dtype on its way.
     """
+    # Parts of one size have one key.
     keys = np.zeros(len(sizes), np.int64)
     for column in sizes.T:
         sizes_of_dim = numbered(column)
@@ -463,6 +486,7 @@ def _forms(piece: Piece, sizes: np.ndarray, widths: Sequence[int]) -> _Forms:
     parts = []
     for first_row in firsts(numbers, len(different)).tolist():
         shape = sizes[first_row].tolist()
+        # The piece that copies a whole array of this shape.
         (form,) = whole(piece.value, shape)
         parts.append(unsent(form, math.prod(shape), widths))
     return _Forms(parts=tuple(parts), numbers=numbers)
@@ -490,7 +514,7 @@ def _senders(
 
     `cells`, `receivers` and `part_bytes` have, for each part, the number of its shard
     of the source, the receiver, and its bytes. `holders` has the devices of each shard;
-    no device holds two.
+    no device holds two. `group_of` and `sent` are those of `Senders`.
     """
     all_holders = list(it.chain.from_iterable(holders))
     holder_numbers = np.array(all_holders, np.int64)

@@ -195,10 +195,12 @@ class ShardGrid:
         sent: dict[int, int],
     ):
         self.dtype = dtype
+        # The devices that can send each box.
         self.senders: dict[Box, Senders] = {}
         for box, devices in holders.items():
             self.senders[box] = Senders(devices, group_of, sent)
-        # The boxes of a grid are all combinations of its intervals.
+        # For each dimension, the intervals of all boxes (the keys of `holders`). The
+        # boxes of a grid are all combinations of its intervals.
         columns = zip(*holders, strict=True)
         self._intervals = [sorted(set(column)) for column in columns]
 
@@ -229,8 +231,13 @@ class PossiblePart(NamedTuple):
     senders: Senders | None
 
 
-# The dtype of an array, and the devices that hold each of its boxes.
-Source = tuple[Any, Holders]
+class Source(NamedTuple):
+    """The dtype of an array that is read, and the numbers of the devices that hold each
+    of its boxes.
+    """
+
+    dtype: Any
+    holders: Holders
 
 
 def shard_parts(
@@ -267,11 +274,13 @@ def shard_parts(
     # Several paths may have one value, and then share one grid.
     grids: dict[int, ShardGrid] = {}
     for source in sources.values():
-        dtype, holders = source
-        grids[id(source)] = ShardGrid(dtype, holders, group_of, sent)
+        grid = ShardGrid(source.dtype, source.holders, group_of, sent)
+        grids[id(source)] = grid
 
     parts: list[PossiblePart] = []
+    # The boxes of sources that no device holds.
     missing: dict[Box, None] = {}
+    # A cache of `_sent_parts`, for pieces that are divided alike.
     splits: dict[object, list[PossiblePart]] = {}
     for receiver, box in targets:
         for piece in target.pieces:
@@ -311,6 +320,7 @@ def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:
     """Yields the parts in the receiver's `box` of a constant or of a quantised array,
     which are not divided along the shards of a source.
     """
+    # The part of the piece inside the box, with its position in the receiver's shard.
     for inside in within(piece, box):
         in_shard = _counted_from(box_start(box), inside)
         # Nothing is sent: the receiver stands for the sender too.
@@ -450,15 +460,15 @@ class _Overlap(NamedTuple):
     """What a box and a cell of a grid (the box of a shard of the source) have in common
     along one dimension.
 
-    - `interval`: the interval of the cell.
-    - `position`: the position of the first common element in the cell.
-    - `first`: its position in the box.
+    - `cell_interval`: the interval of the cell, its start and stop in the source.
+    - `start_in_cell`, `start_in_box`: the first common element, counted from the start
+      of the cell and from the start of the box.
     - `size`: the number of common elements.
     """
 
-    interval: tuple[int, int]
-    position: int
-    first: int
+    cell_interval: tuple[int, int]
+    start_in_cell: int
+    start_in_box: int
     size: int
 
 
@@ -473,10 +483,11 @@ def _split_box(
     on its way. Boxes of shards that no device holds are added to `missing`.
     """
     box = hull(reading)
+    # For each dimension, what the box has in common with the shards' intervals.
     columns = list(map(_overlaps, source.overlapping_intervals(box), box))
     factors_by_sizes: dict[tuple[int, ...], tuple[Factor, ...]] = {}
     for overlaps in it.product(*columns):
-        cell = tuple([overlap.interval for overlap in overlaps])
+        cell = tuple([overlap.cell_interval for overlap in overlaps])
         senders = source.senders[cell]
         if not senders.holders:
             missing[tuple(map(_interval_of, overlaps))] = None
@@ -486,13 +497,14 @@ def _split_box(
         if factors is None:
             factors = _with_sizes(swapped(reading).factors, sizes)
             factors_by_sizes[sizes] = factors
+        # The part's position in the array that is assembled.
         target = list(reading.source)
         for factor in reading.factors:
-            first = overlaps[factor.target_dim].first
+            first = overlaps[factor.target_dim].start_in_box
             target[factor.source_dim] += first * factor.source_step
         part = Piece(
             value=reading.value,
-            source=tuple([overlap.position for overlap in overlaps]),
+            source=tuple([overlap.start_in_cell for overlap in overlaps]),
             target=tuple(target),
             factors=factors,
         )
@@ -503,7 +515,9 @@ def _overlaps(
     column: Iterable[tuple[int, int]],
     interval: tuple[int, int],
 ) -> list[_Overlap]:
-    """What the intervals of a column of cells have in common with `interval`."""
+    """What each interval in `column`, that of a cell along one dimension, has in common
+    with the box's `interval`. Intervals are pairs of start and stop.
+    """
     low, high = interval
     overlaps = []
     for start, stop in column:
@@ -511,9 +525,9 @@ def _overlaps(
         size = min(high, stop) - first
         if size > 0:
             overlap = _Overlap(
-                interval=(start, stop),
-                position=first - start,
-                first=first - low,
+                cell_interval=(start, stop),
+                start_in_cell=first - start,
+                start_in_box=first - low,
                 size=size,
             )
             overlaps.append(overlap)
@@ -522,7 +536,7 @@ def _overlaps(
 
 def _interval_of(overlap: _Overlap) -> tuple[int, int]:
     """The common elements as an interval of the whole source."""
-    start = overlap.interval[0] + overlap.position
+    start = overlap.cell_interval[0] + overlap.start_in_cell
     return start, start + overlap.size
 
 
@@ -530,8 +544,8 @@ def _with_sizes(
     factors: Iterable[Factor],
     size_of_dim: Sequence[int],
 ) -> tuple[Factor, ...]:
-    """The factors with the sizes of their dimensions of the source, without those of
-    one iteration.
+    """The factors (loops of a piece), each with the size in `size_of_dim` of the
+    source's dimension along which it moves. Factors of one iteration are left out.
     """
     sized: list[Factor] = []
     for factor in factors:

@@ -262,6 +262,7 @@ def _assembly_in(
     pieces that fill the array. If programs assemble it, quantised sources are
     multiplied by their scales first: the products then take the place of the sources.
     """
+    # The numbered devices, and which device sends which part of its shard to which.
     devices = _devices_of(leaf, sources, lost)
     parts = _parts(target, sources, devices, sent_before)
     method = _method(leaf, target, sources, may_copy_on_host, parts, devices)
@@ -291,7 +292,7 @@ def _assembly_in(
         source_devices=source_devices,
         source_shapes=devices.source_shapes,
     )
-    if method == "host" and devices.are_named:
+    if method == "host" and devices.have_devices:
         return _with_host_copies(assembly, sources, devices)
     return assembly
 
@@ -309,7 +310,7 @@ class _Devices:
 
     **Arguments:**
 
-    - `are_named`: whether all shardings have devices.
+    - `have_devices`: whether all shardings are on meshes with devices.
     - `lost`: the lost devices.
     - `target`, `sources`: by device, the boxes of the shards of the array, and of each
       source by its path.
@@ -319,7 +320,7 @@ class _Devices:
     - `numbers`: the position of each device in `all`; `_HOST` for `None`.
     """
 
-    are_named: bool
+    have_devices: bool
     lost: set[Any]
     target: dict[Any, Box]
     sources: dict[str, dict[Any, Box]]
@@ -352,12 +353,12 @@ def _devices_of(
     lost: Sequence[object],
 ) -> _Devices:
     """Numbers the devices of `leaf` and of `sources`: those of the sources first, in
-    the order of each mesh.
+    the order of each mesh. The host, which holds NumPy arrays, is `None` among devices.
     """
-    are_named = all(map(has_devices, _shardings([*sources, leaf])))
+    have_devices = all(map(has_devices, _shardings([*sources, leaf])))
 
     def key_of(device: Any) -> Any:
-        if are_named:
+        if have_devices:
             return device
         # On an abstract mesh a device is its position.
         return getattr(device, "id", device)
@@ -384,7 +385,7 @@ def _devices_of(
     for number, device in enumerate(devices):
         numbers[device] = number
     return _Devices(
-        are_named=are_named,
+        have_devices=have_devices,
         lost=lost_keys,
         target=target,
         sources=source_shards,
@@ -409,7 +410,7 @@ def _method(
     devices take copies where they can.
     """
     # An array of constants alone has no sources, and so no program.
-    if not devices.are_named:
+    if not devices.have_devices:
         return "programs" if sources else "host"
 
     all_devices = set[Any]()
@@ -428,7 +429,8 @@ def _method(
 
     if not source_shardings or len(processes) == 1:
         return "host"
-    # Scales are always read as whole arrays.
+    # The host also copies if no process needs elements of another one. Scales are
+    # always read as whole arrays.
     if not _travels(parts, devices) and not _has_scales(target):
         return "host"
     if has_program:
@@ -465,10 +467,10 @@ def _parts(
         dtype = devices.source_shapes[source.path].dtype
         key = source._replace(path="")
         if key not in source_values:
-            source_values[key] = (dtype, devices.holders(source.path))
+            source_values[key] = Source(dtype, devices.holders(source.path))
         values_by_path[source.path] = source_values[key]
     group_of: dict[int, int] = {}
-    if devices.are_named:
+    if devices.have_devices:
         group_of = dict(enumerate(_groups(devices.all)))
     targets: list[tuple[int, Box]] = []
     for device, box in devices.target.items():

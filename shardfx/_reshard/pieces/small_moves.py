@@ -52,20 +52,25 @@ class SmallMover:
         )
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays `arrays` in the new sharding."""
+        """The arrays `arrays` in the new sharding. The new shards of all arrays lie in
+        one memory, array after array.
+        """
         count = len(arrays)
         memory_shape = (count * self._memory_bytes // self._dtype.itemsize,)
         (memory,) = buffers([(memory_shape, self._dtype)])
         copied_memory = memory
         if self._copied_dtype != self._dtype:
             copied_memory = memory.view(self._copied_dtype)
+        # For each old shard that is read: this shard of every array, one after another.
         old_shards = [
             self._old_shards(arrays, number) for number in self._shard_numbers
         ]
         for copy in self._copies:
             sources = old_shards[copy.shard]
+            # The same copy for all arrays at once.
+            source_bytes = sources.nbytes // count
             views = views_of(
-                _of_arrays(copy, count, self._memory_bytes, sources.nbytes // count),
+                _of_arrays(copy, count, self._memory_bytes, source_bytes),
                 self._copied_dtype,
                 copied_memory,
                 sources,

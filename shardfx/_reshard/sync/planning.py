@@ -39,7 +39,7 @@ from ..pieces.assembly import (
     shards_of,
     with_numbered_sources,
 )
-from ..pieces.parts import shard_parts
+from ..pieces.parts import Source, shard_parts
 from ..pieces.senders import Holders
 from ..pieces.shard_part import ShardPart, divided
 from .coverage import MOST_ROWS, most_rows
@@ -452,7 +452,7 @@ def _add_parts(
     ]
 
     sources = {
-        name: (encoding.dtype, holders[encoding.path])
+        name: Source(encoding.dtype, holders[encoding.path])
         for name, encoding in encodings.items()
     }
     parts = list[ShardPart]()
