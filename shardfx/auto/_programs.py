@@ -25,7 +25,12 @@ from .._step import (
     step_of,
 )
 from ..cost import Traffic, TrafficRow, seconds
-from ..cost._estimate import DIRECT, LARGEST, as_sent, extrapolated
+from ..cost._estimate import (
+    LARGEST_DIRECT_MESH,
+    LARGEST_SMALL_MESH,
+    as_sent,
+    extrapolated,
+)
 from ..cost._live import device_memory
 from ..cost._refuted import refutations_of
 from ..cost._traffic import read
@@ -208,7 +213,7 @@ class LoweredStep:
         step. Raises `ProgramError` if XLA refuses the program.
         """
         step = self._step_for(candidate, constrained)
-        if candidate.mesh.size > DIRECT:
+        if candidate.mesh.size > LARGEST_DIRECT_MESH:
             costs = self._extrapolated(step, candidate)
         else:
             costs = self._costs_on(step, candidate, candidate.mesh)
@@ -248,7 +253,7 @@ class LoweredStep:
         slices `target`; nothing for meshes whose programs are extrapolated, and for
         programs that libtpu cannot partition.
         """
-        if candidate.mesh.size > DIRECT:
+        if candidate.mesh.size > LARGEST_DIRECT_MESH:
             return ()
         step = self._step_for(candidate, candidate.constrained)
         arguments, results = self._shardings(step, candidate)
@@ -313,7 +318,7 @@ class LoweredStep:
 
         # It calls `rows_on` for a small mesh first, and then for meshes of which one
         # axis is twice as large.
-        sent = extrapolated(candidate.mesh, LARGEST, rows_on)
+        sent = extrapolated(candidate.mesh, LARGEST_SMALL_MESH, rows_on)
         sizes, *other_sizes = costs
         first = numbers_on(sizes)
         numbers = first

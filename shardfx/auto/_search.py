@@ -15,7 +15,7 @@ from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import Target, bytecode, explicit_mesh, without_mesh
-from ..cost._estimate import DIRECT, LARGEST
+from ..cost._estimate import LARGEST_DIRECT_MESH, LARGEST_SMALL_MESH
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
     SearchOptions,
@@ -530,11 +530,11 @@ def _program_counts(size: int, devices: int) -> _ProgramCounts:
     of bytes of the step's StableHLO.
     """
     program_seconds = _SECONDS_PER_PROGRAM + size * _SECONDS_PER_BYTE
-    if devices <= DIRECT:
+    if devices <= LARGEST_DIRECT_MESH:
         plain_seconds = program_seconds + devices * _SECONDS_PER_DEVICE
     else:
         # Larger meshes are extrapolated from three smaller ones.
-        plain_seconds = 3 * (program_seconds + LARGEST * _SECONDS_PER_DEVICE)
+        plain_seconds = 3 * (program_seconds + LARGEST_SMALL_MESH * _SECONDS_PER_DEVICE)
     constrained_seconds = plain_seconds + size * _CONSTRAINED_SECONDS_PER_BYTE
     return _ProgramCounts(
         plain=_PLAIN.count(plain_seconds),

@@ -18,9 +18,9 @@ from ._counted import StepOnChip, saving_constraints
 
 
 # Changes that save a smaller fraction of the peak are left out.
-_WORTH = 0.01
+_WORTH_SHARE = 0.01
 # The bytes of an element of the dtypes that are wider than bfloat16.
-_WIDE = {"f32": 4, "f64": 8}
+_BYTES_OF_WIDE_DTYPE = {"f32": 4, "f64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def changes_of(chip_step: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     changes: list[Change] = []
     for trial in _trials(chip_step):
         saved = chip_step.memory.peak_bytes - trial.peak_bytes
-        if saved <= _WORTH * peak_bytes:
+        if saved <= _WORTH_SHARE * peak_bytes:
             continue
         change = Change(
             what=trial.what,
@@ -149,22 +149,25 @@ def _sharded_state(
     init: str,
 ) -> Iterator[_Trial]:
     """Yields the step with the arguments of these numbers sharded over `axes` too;
-    nothing if they are already. `title` and `init` are parts of its texts.
+    nothing if they are already. `title` begins the change's name, and `init`
+    the first argument of `follow` in its code.
     """
-    dims = _sharded_over(chip_step, numbers, axes)
-    if dims == [argument.dims for argument in chip_step.step.arguments]:
+    dims_of_arguments = _sharded_over(chip_step, numbers, axes)
+    if dims_of_arguments == [argument.dims for argument in chip_step.step.arguments]:
         return
     # XLA may fail to partition the step for these shardings.
     with contextlib.suppress(ProgramError):
         yield _Trial(
             what=f"{title} cut over {' and '.join(axes)} too",
-            peak_bytes=chip_step.under(dims).peak_bytes,
+            peak_bytes=chip_step.under(dims_of_arguments).peak_bytes,
             how=f"follow({init}, params_plan, over={_quoted(axes)})",
         )
 
 
 def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
-    """Yields the step that donates each argument whose new value it returns."""
+    """Yields the step that donates each argument whose new value it returns: the result
+    of number `purpose.result`.
+    """
     donated: list[bool] = []
     names: dict[str, None] = {}
     is_all_donated = True
@@ -252,7 +255,9 @@ def _sharded_over(
 
 
 def _moment_changes(chip_step: StepOnChip) -> Iterator[_Trial]:
-    """Yields two changes: the optimizer's state in bfloat16, and in host memory."""
+    """Yields two changes: the optimizer's state in bfloat16, and in host memory. The
+    `moments` are the numbers of the state's arrays among the arguments' arrays.
+    """
     memory = chip_step.memory
     purposes = chip_step.purposes
     moments = []
@@ -273,7 +278,7 @@ def _moment_changes(chip_step: StepOnChip) -> Iterator[_Trial]:
 
     saved_as_bfloat16 = 0
     for number in moments:
-        width = _WIDE.get(purposes[number].dtype)
+        width = _BYTES_OF_WIDE_DTYPE.get(purposes[number].dtype)
         if width is not None:
             nbytes = bytes_with_result(number)
             saved_as_bfloat16 += nbytes - nbytes * 2 // width

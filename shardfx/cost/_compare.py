@@ -195,10 +195,10 @@ def _offset(line_traffics: Sequence["_LineTraffic"]) -> None:
         for other in line_traffics:
             if other.axes != line_traffic.axes:
                 continue
-            moved = min(line_traffic.extra, -other.extra)
-            if moved > 0:
-                line_traffic.extra -= moved
-                other.extra += moved
+            moved_bytes = min(line_traffic.extra, -other.extra)
+            if moved_bytes > 0:
+                line_traffic.extra -= moved_bytes
+                other.extra += moved_bytes
 
 
 def _excesses(

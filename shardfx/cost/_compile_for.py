@@ -70,13 +70,13 @@ class MemoryAnalysis:
 
 
 # The sizes that every version of JAX has.
-_COUNTED = [
+_COUNTED_FIELDS = [
     field.name
     for field in dataclasses.fields(MemoryAnalysis)
     if field.default is dataclasses.MISSING
 ]
 # Sizes that JAX's own analysis has, beside those of `MemoryAnalysis`.
-_OF_PEAK = (
+_FIELDS_OF_PEAK = (
     "peak_memory_in_bytes",
     "host_argument_size_in_bytes",
     "host_output_size_in_bytes",
@@ -95,11 +95,12 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
         for sharding in jax.tree.leaves(compiled.input_shardings)
         for device in sharding.device_set
     ]
-    sizes = {name: int(getattr(analysis, name, 0)) for name in (*_COUNTED, *_OF_PEAK)}
+    names = (*_COUNTED_FIELDS, *_FIELDS_OF_PEAK)
+    sizes = {name: int(getattr(analysis, name, 0)) for name in names}
     if any(device.platform == "tpu" for device in devices):
         return _tpu_memory_analysis(sizes)
     # The peak of CPU compilers leaves out temporaries.
-    return MemoryAnalysis(**{name: sizes[name] for name in _COUNTED})
+    return MemoryAnalysis(**{name: sizes[name] for name in _COUNTED_FIELDS})
 
 
 def _tpu_memory_analysis(sizes: Mapping[str, int]) -> MemoryAnalysis:
@@ -112,7 +113,7 @@ def _tpu_memory_analysis(sizes: Mapping[str, int]) -> MemoryAnalysis:
         peak -= sizes["host_output_size_in_bytes"]
         peak -= sizes["host_temp_size_in_bytes"]
         peak += sizes["host_alias_size_in_bytes"]
-    counted = {name: sizes[name] for name in _COUNTED}
+    counted = {name: sizes[name] for name in _COUNTED_FIELDS}
     return MemoryAnalysis(**counted, peak_memory_in_bytes=peak)
 
 
@@ -226,7 +227,7 @@ def compile_for(
     if isinstance(target, str) and target.partition(":")[0] != "cpu":
         return _compiled_by_libtpu(traced, target)
     target_mesh, name = _mesh_of(target, traced.mesh)
-    devices, chip = tuple(target_mesh.devices.flat), None
+    devices = tuple(target_mesh.devices.flat)
     if devices[0].platform == "tpu":
         _raise_at_callbacks(traced)
     lowered = traced.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
@@ -241,17 +242,18 @@ def compile_for(
         for parameter in traced.parameters[0]
     }
     ids = tuple(int(device.id) for device in devices)
+    chip = None
     with contextlib.suppress(ChipError):
         chip = chips.find(devices[0].device_kind)
     return CompiledFor(
-        program.as_text(),
-        memory_of(program),
-        traced.mesh,
-        paths,
-        name,
-        chip,
-        seconds,
-        ids,
+        text=program.as_text(),
+        memory=memory_of(program),
+        mesh=traced.mesh,
+        argument_paths=paths,
+        target=name,
+        chip=chip,
+        seconds=seconds,
+        device_ids=ids,
     )
 
 

@@ -35,7 +35,7 @@ from .._step import (
     parse_hlo,
 )
 from ._array_rows import ArrayRow, MissedAxis
-from ._estimate import DIRECT
+from ._estimate import LARGEST_DIRECT_MESH
 from ._libtpu import tpu_program
 from ._live import device_memory
 from ._live.program import FlatProgram, program_of
@@ -77,7 +77,7 @@ class StepOnChip:
     @ft.cached_property
     def programs(self) -> Programs | None:
         """The step's program before and after the partitioner, if it is to be judged."""
-        return programs_to_judge(self.step, self.platform, DIRECT)
+        return programs_to_judge(self.step, self.platform, LARGEST_DIRECT_MESH)
 
     def partitioned(self, **changed: Any) -> HloModule:
         """The program of one device that XLA's partitioner makes of a changed step.
@@ -294,7 +294,8 @@ def _candidates(
 ) -> Iterator[MissedAxis]:
     """Yields sharding constraints for the largest arrays in memory at the peak, over
     mesh axes of the batch. The peak is that of the step with the constraints
-    `constraints`, which are already chosen.
+    `constraints`, which are already chosen. A `MissedAxis` is a mesh axis that shards
+    an argument, `missed.by`, but not an array of the same size.
     """
     arguments = chip_step.step.arguments
     batch_names = set()

@@ -130,13 +130,15 @@ def _larger_row(
     group_size = row.group_size
     payload_bytes = _payload_bytes(row)
     calls = row.calls
-    for other, doublings in doubled:
-        group_size *= _growth(other.group_size, row.group_size, doublings)
-        payload_bytes *= _growth(_payload_bytes(other), _payload_bytes(row), doublings)
-        if calls and other.calls and row.calls:
-            calls *= _growth(other.calls, row.calls, doublings)
+    for doubled_row, doublings in doubled:
+        group_size *= _growth(doubled_row.group_size, row.group_size, doublings)
+        payload_bytes *= _growth(
+            _payload_bytes(doubled_row), _payload_bytes(row), doublings
+        )
+        if calls and doubled_row.calls and row.calls:
+            calls *= _growth(doubled_row.calls, row.calls, doublings)
     counted_calls = 1 if calls is None else calls
-    received_share = _group_factor(row.kind, int(group_size))
+    received_share = _received_share(row.kind, int(group_size))
     wire_bytes = round(counted_calls * payload_bytes * received_share)
 
     dcn_bytes = 0
@@ -164,10 +166,12 @@ def _payload_bytes(row: TrafficRow) -> float:
     over n devices, a device receives all shards but its own. A permute sends whole
     arrays, so its bytes are not divided.
     """
-    return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
+    return row.wire_bytes / (
+        (row.calls or 1) * _received_share(row.kind, row.group_size)
+    )
 
 
-def _group_factor(kind: str, group_size: int) -> float:
+def _received_share(kind: str, group_size: int) -> float:
     """The part of an array that a device receives in a collective: all but its own
     shard. A permute ("one" link) sends whole arrays.
     """
@@ -190,7 +194,7 @@ def _growth(doubled: float | int, first: float | int, doublings: int) -> float:
 # The largest mesh for which a step is partitioned directly, and the largest one from
 # which an estimate is extrapolated. XLA takes 3 s for 8,192 devices, and 0.1 s for a
 # few hundred.
-DIRECT, LARGEST = 2048, 512
+LARGEST_DIRECT_MESH, LARGEST_SMALL_MESH = 2048, 512
 
 
 @called(
@@ -263,18 +267,18 @@ def estimate(
     """
     platform = platform_of(compiler)
     traced = step_of(step, args, mesh)
-    programs = programs_to_judge(traced, platform, DIRECT)
-    if programs is not None:
-        warn_if_refuted(programs)
+    judged_programs = programs_to_judge(traced, platform, LARGEST_DIRECT_MESH)
+    if judged_programs is not None:
+        warn_if_refuted(judged_programs)
     libtpu_traffic = None
     if platform == "tpu":
         libtpu_traffic = asked_traffic(traced, chip_of(compiler, traced.mesh))
     if libtpu_traffic is not None:
         return libtpu_traffic
-    if programs is None:
+    if judged_programs is None:
         foreseen_traffic = estimated(traced, platform)
     else:
-        module = as_sent(module_of(programs, traced.mesh.size), platform)
+        module = as_sent(module_of(judged_programs, traced.mesh.size), platform)
         foreseen_traffic = largest_first(read(module, traced.jax_mesh, traced.leaves))
     if platform == "cpu":
         return foreseen_traffic
@@ -313,11 +317,15 @@ def asked_traffic(step: Step, chip: chips.Chip) -> Traffic | None:
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:
-    """The estimated traffic of a traced step, the largest rows first."""
-    if step.mesh.size > DIRECT:
+    """The estimated traffic of a traced step, the largest rows first. It is
+    extrapolated from smaller meshes where the mesh is too large to partition for.
+    """
+    if step.mesh.size > LARGEST_DIRECT_MESH:
         try:
             return extrapolated(
-                step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh).rows
+                step.mesh,
+                LARGEST_SMALL_MESH,
+                lambda mesh: _read(step, compiler, mesh).rows,
             )
         except ProgramError:
             if step.mesh.size > MOST_DEVICES:
@@ -330,7 +338,9 @@ def _read(
     compiler: Platform,
     mesh: MeshSpec | Mesh | AbstractMesh,
 ) -> Traffic:
-    """The estimated traffic of a step on `mesh`, in the order of the program."""
+    """The estimated traffic of a step on `mesh`, in the order of the program: that of
+    XLA's partitioned program, changed as the compiler for `compiler` sends it.
+    """
     spec = MeshSpec.of(mesh)
     module = parse_hlo(step.partitioned(compiler, mesh=spec))
     module = dataclasses.replace(module, partitions=spec.size)

@@ -45,9 +45,10 @@ class Explainer:
     """
 
     def __init__(self, step: Step, graph: Graph):
+        """`graph` has the operations and arrays of `step` after the propagation."""
         self.step = step
         self.graph = graph
-        self.sizes = dict(step.mesh.shape)
+        self.axis_sizes = dict(step.mesh.shape)
         # The line of the user's program for each operation; `None` if it is not known.
         self.lines = [
             own_line(lines_of(operation.location)) for operation in graph.operations
@@ -56,7 +57,7 @@ class Explainer:
     @ft.cached_property
     def array_rows(self) -> list[ArrayRow | None]:
         """A row for each array that an operation computes, or `None` for an array
-        inside a `shard_map`.
+        inside a `shard_map`. `operation.outs` has the numbers of its arrays.
         """
         rows = []
         operations = zip(self.graph.operations, self.loops, strict=True)
@@ -73,6 +74,9 @@ class Explainer:
     ) -> ArrayRow | None:
         """The row of an array; `None` inside a `shard_map`, whose arrays have no
         sharding of Shardy's. `loop` is the line of the loop around the operation.
+
+        Of the array's sharding, `dims` has the sub-axes of each dimension, and
+        `origins` Shardy's text for the origin of each.
         """
         value = self.graph.values[value_number]
         maker = self.graph.operations[operation_number]
@@ -120,7 +124,7 @@ class Explainer:
         """The size of a mesh axis, or of a sub-axis such as `data:(1)2`."""
         if ":" in axis:
             return int(axis.rpartition(")")[2])
-        return self.sizes[axis]
+        return self.axis_sizes[axis]
 
     @property
     def loops(self) -> Iterator[Frame | None]:
@@ -169,7 +173,7 @@ class Explainer:
 
     def origin_of(self, value: int, axis: str) -> str:
         """The name of the argument, result or constraint from which array number
-        `value` has a mesh axis.
+        `value` has a mesh axis. An array whose origin is "self" is one of these.
         """
         origin = self.graph.shardings[value].origins.get(axis, "")
         if origin != "self":
@@ -180,8 +184,11 @@ class Explainer:
         return self.name(f"input: {number}")
 
     def missed_axes(self, row: ArrayRow) -> Iterator[MissedAxis]:
-        """The mesh axes that could shard the array of a row and do not."""
-        for axis, axis_size in self.sizes.items():
+        """The mesh axes that could shard the array of a row and do not. Each shards a
+        near array instead, and stopped propagating at an operation: `stop.last` is the
+        dimension there that it does not shard.
+        """
+        for axis, axis_size in self.axis_sizes.items():
             if axis_size == 1:
                 continue
             stop = self.graph.stop_of(row.number, axis)
@@ -199,6 +206,11 @@ class Explainer:
     def _missed_axis(self, axis: str, stop: Stop) -> MissedAxis:
         """What adds a mesh axis that stopped propagating: the constraint of the array
         near the stop, with the axis at its dimension and at no other.
+
+        Of the stop, `last` is the dimension that the axis does not shard, `with_axis`
+        the one that it shards in the same operation, and `near` the one that a
+        constraint could shard. `first` names the origin of the axis if it shards
+        another dimension of the array of `last`.
         """
         last = stop.last.value
         near = stop.near.value
@@ -245,7 +257,7 @@ class Explainer:
     def known_faults(self) -> tuple[str, ...]:
         """A sentence for each line that XLA's partitioner may compute wrongly."""
         # The mesh axes of each dimension, by the array's number.
-        cuts = {
+        axes_by_dim = {
             number: sharding.dims
             for number, sharding in enumerate(self.graph.shardings)
         }
@@ -256,7 +268,11 @@ class Explainer:
             for number, operation in enumerate(self.graph.operations):
                 is_named = operation.name in fault.operations
                 if is_named and matches_operation(
-                    fault.operation, operation, self.graph.values, cuts, self.sizes
+                    fault.operation,
+                    operation,
+                    self.graph.values,
+                    axes_by_dim,
+                    self.axis_sizes,
                 ):
                     sentences[self._fault_sentence(fault, number)] = None
         return tuple(sentences)

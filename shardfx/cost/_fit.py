@@ -84,7 +84,7 @@ class Fit:
     notes: tuple[str, ...] = ()
     on_chip_bytes: int = 0
     out_of_memory: str = ""
-    _known: StepOnChip | None = dataclasses.field(
+    _chip_step: StepOnChip | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
 
@@ -139,9 +139,9 @@ class Fit:
         The first access partitions the changed steps. One change, half the batch, also
         traces the step again.
         """
-        if self._known is None:
+        if self._chip_step is None:
             return ()
-        return changes_of(self._known, self.peak_bytes)
+        return changes_of(self._chip_step, self.peak_bytes)
 
     @ft.cached_property
     def peak_arrays(self) -> tuple[LargeArray, ...]:
@@ -151,23 +151,23 @@ class Fit:
         known. The first access runs Shardy's propagation, as
         [`shardfx.cost.shardings`][] does.
         """
-        if self._known is None:
+        if self._chip_step is None:
             return ()
-        return peak_arrays(self._known)
+        return peak_arrays(self._chip_step)
 
     @property
     def shardings(self) -> StepShardings | None:
         """The sharding of every array of the step; `None` if there is no step."""
-        if self._known is None:
+        if self._chip_step is None:
             return None
-        return self._known.shardings
+        return self._chip_step.shardings
 
     @property
     def batch(self) -> int | None:
         """The number of examples in the step's batch; `None` if it is not known."""
-        if self._known is None:
+        if self._chip_step is None:
             return None
-        return batch_of(self._known)
+        return batch_of(self._chip_step)
 
     def bytes_of(self, group: str) -> int:
         """The bytes of a group of arrays. The group "optimizer" includes all groups
@@ -326,7 +326,7 @@ def fit(
             basis="compiled",
             largest=largest,
             notes=(*notes, *differences),
-            _known=chip_step,
+            _chip_step=chip_step,
         )
     memory = chip_step.memory
     rows.append(FitRow("results", sum(memory.results), exact=True))
@@ -341,7 +341,7 @@ def fit(
         notes=notes,
         on_chip_bytes=memory.on_chip_bytes,
         out_of_memory=memory.out_of_memory,
-        _known=chip_step,
+        _chip_step=chip_step,
     )
 
 

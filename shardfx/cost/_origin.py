@@ -48,6 +48,10 @@ class Origins:
     """
 
     def __init__(self, module: HloModule):
+        """Values are numbers of the flat program, and operations are `FlatOp`s of it.
+        `_names` has the `parameter` instruction of each argument, and `_ops` the
+        operation of each instruction, by its id.
+        """
         self._module = module
         self._program = program_of(module)
         self._uses = Uses(self._program)
@@ -112,7 +116,7 @@ class Origins:
                 return
             yield op
             op = self._senders.get(op, op)
-            # -1 is no value.
+            # An argument has no operation: its parameter stands for one. -1 is no value.
             value = op.reads[0] if op.reads else -1
             if value in self._names:
                 yield FlatOp(
@@ -177,7 +181,8 @@ class Origins:
     def _passed_on(self, value: int) -> tuple[int, ...]:
         """For a value that is a gradient, the results of operations that read it and
         may return the same gradient. Such a result has the shape of the value or of its
-        shard, or is a larger array into which the value is written.
+        shard, or is a larger array into which the value is written. Operations of
+        `opcodes.RENEWING`, such as products, return no gradient that they read.
         """
         following = [*self._equal_outside.get(value, ())]
         for use in self._uses.reads_of(value):
@@ -192,7 +197,8 @@ class Origins:
 
     def _argument(self, value: int) -> str | None:
         """If a value is an argument or a slice of one, JAX's name of the argument;
-        otherwise `None`.
+        otherwise `None`. Result number n of an operation that slices or moves is made
+        of its operand number n, or of its first operand if it has fewer.
         """
         for _ in range(_MOST_STEPS_BACK):
             if value in self._names:

@@ -136,7 +136,8 @@ class Graph:
 
     def chain(self, value: int, axis: str) -> list[int]:
         """The operations on a shortest path from the origin of the mesh axis `axis` to
-        array number `value`.
+        array number `value`. `self.paths` has, for each array, the operation and the
+        array before it on its path.
         """
         origin = self.shardings[value].origins.get(axis, "")
         steps = self.paths(axis, origin)
@@ -196,6 +197,10 @@ class Graph:
         """The nearest operation where a mesh axis stopped propagating to the array
         number `value`; `None` if the axis shards no array from which it could have
         propagated.
+
+        The search goes from the array's dimensions to those with the same factor in an
+        operation, and so on. `steps` has, for each dimension that it reaches, the
+        operation and the dimension before it.
         """
         rank = len(self.values[value].shape)
         dims = [DimKey(value, dim) for dim in range(rank)]
@@ -249,7 +254,9 @@ class Graph:
         return DimKey(self.next_carried.get(key.value, key.value), key.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether an array is a loop-carried array, a stack, or a slice of a stack."""
+        """Whether an array is a loop-carried array, a stack, or a slice of a stack. A
+        reshape of such arrays is one too.
+        """
         if value not in self.makers:
             return False
         maker = self.operations[self.makers[value]]
@@ -261,23 +268,26 @@ class Graph:
         """A loop's body writes slices into a stack. The result is the dimension of the
         slice that corresponds to the dimension `stack` of the stack. If the slice is
         not found, it is the dimension of the stack.
+
+        The search goes from `stack` back over operations of the loop (carries, updates
+        and reshapes) to the first array that another operation computes.
         """
-        key = stack
+        current = stack
         for _ in range(_DEEP):
-            key = self._as_carried(key)
-            if not self._is_of_loop(key.value):
-                return key
-            number = self.makers[key.value]
-            maker = self.operations[number]
+            current = self._as_carried(current)
+            if not self._is_of_loop(current.value):
+                return current
+            maker_number = self.makers[current.value]
+            maker = self.operations[maker_number]
             if not maker.ins:
                 break
             # A slice is written into the operand before it.
             is_written = maker.name == "dynamic_update_slice"
-            source = maker.ins[1] if is_written else maker.ins[0]
-            source_key = self._neighbour_in(key, number, source)
-            if source_key is None:
+            previous = maker.ins[1] if is_written else maker.ins[0]
+            previous_key = self._neighbour_in(current, maker_number, previous)
+            if previous_key is None:
                 break
-            key = source_key
+            current = previous_key
         return self._as_carried(stack)
 
     def _neighbour_in(self, key: DimKey, number: int, value: int) -> DimKey | None:
@@ -308,14 +318,14 @@ class Graph:
         for number, operation in enumerate(self.operations):
             if operation.name in _IDENTITIES or operation.name == "opaque":
                 continue
-            dims_of_axes: dict[str, list[tuple[DimKey, int]]] = {}
+            dims_by_axis: dict[str, list[tuple[DimKey, int]]] = {}
             for key, factor in self.factors[number]:
                 for axis in self.axes_of(key):
-                    dims_of_axes.setdefault(axis, []).append((key, factor))
-            for axis, dims in dims_of_axes.items():
+                    dims_by_axis.setdefault(axis, []).append((key, factor))
+            for axis, dims in dims_by_axis.items():
                 # An operation keeps the sharding of its result, if the axis shards it.
-                of_results = [dim for dim in dims if dim[0].value in operation.outs]
-                kept, kept_factor = (of_results or dims)[0]
+                result_dims = [dim for dim in dims if dim[0].value in operation.outs]
+                kept, kept_factor = (result_dims or dims)[0]
                 for moved, factor in dims:
                     if factor != kept_factor and moved.value in operation.ins:
                         conflict = Conflict(

@@ -49,6 +49,9 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
     reads it; otherwise it is optimizer state. In a step without gradients, it is a
     cache. An array without a new value is part of the batch if its first dimension has
     the batch's size. Otherwise it is a parameter if it has floats.
+
+    In `program`, `entry.carried` and `entry.results` have the values (numbers) of the
+    arguments and of the results.
     """
     arguments = step.arguments
     entry = program.entry
@@ -141,7 +144,8 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
 
 def _subtrees(arrays: Sequence[_TypedLeaf]) -> Iterator[tuple[object, list[int]]]:
     """Yields the structure of each subtree of a tree, and the numbers of its arrays,
-    the larger subtrees first.
+    the larger subtrees first. The structure has, for each array, its path below the
+    subtree and its type: (("w", type), ("b", type)) for "layer" of "layer/w".
     """
     paths = [array.path.split("/") for array in arrays]
     for depth in range(max(map(len, paths), default=0) + 1):

@@ -52,6 +52,8 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     step. A computation has several entries if it is called from several branches, or
     from loops of unknown trip count.
     """
+    # For each computation, the number of its runs within the same loops and branches.
+    # The `count` of a key is not used.
     runs_by_name = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete
     # when it is reached.
@@ -103,7 +105,8 @@ def _calls(
     caller_runs: Runs,
 ) -> Iterator[_Call]:
     """Yields the calls of an instruction in the computation `name`. `caller_runs` has
-    the loops and branches around that computation.
+    the loops of unknown trip count (`unknown`) and the branches around that
+    computation, and each call has those around the called one.
     """
     caller = module.computations[name]
     if instruction.opcode == "while":
@@ -174,6 +177,8 @@ def trip_count(
     if len(compared) != 2:
         return None
     # The loop's counter, an element of the loop's tuple, is compared with a constant.
+    # Of a scalar, `carried` is the element of the tuple (`None` for a constant), and
+    # `added` the constant added to it.
     counter, stop = compared
     if counter is None or counter.carried is None:
         return None
@@ -251,7 +256,8 @@ def _scalar(
     name: str,
 ) -> _Scalar | None:
     """The integer that the instruction `name` returns; `None` if it is not known.
-    `scope` has the instructions by name.
+    `scope` has the instructions by name. Element 2 of the loop's tuple, plus 1, is
+    `_Scalar(carried=2, added=1)`; the constant 5 is `_Scalar(carried=None, added=5)`.
     """
     if name not in scope:
         return None
@@ -259,9 +265,9 @@ def _scalar(
     if instruction.opcode in _UNCHANGED:
         return _scalar(module, scope, instruction.operands[0])
     if instruction.opcode == "get-tuple-element":
-        return _Scalar(index_of(instruction), 0)
+        return _Scalar(carried=index_of(instruction), added=0)
     if instruction.opcode == "constant" and _INTEGER.fullmatch(instruction.inside):
-        return _Scalar(None, int(instruction.inside))
+        return _Scalar(carried=None, added=int(instruction.inside))
     if instruction.opcode not in ("add", "subtract"):
         return None
 

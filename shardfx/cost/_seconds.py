@@ -224,7 +224,8 @@ def _row(
 ) -> SecondsRow:
     """The time of one collective. `axes` has the dimensions of the slice that each mesh
     axis spans. `torus` has the place of each device of the mesh; `None` if it is not
-    known: then the messages of a permute are not routed over links.
+    known: then the messages of a permute are not routed over links. A route's
+    `messages` are those that pass the busiest link.
 
     Bytes are near within a slice, and far between slices or islands.
     """
@@ -236,7 +237,8 @@ def _row(
     if row.pairs and row.axes and torus is not None and near_bytes:
         route = route_of(row.pairs, torus)
         # `wire_bytes` is the mean over all devices, also of those that receive nothing.
-        message_bytes = row.wire_bytes * len(torus.slices) / len(row.pairs)
+        device_count = len(torus.slices)
+        message_bytes = row.wire_bytes * device_count / len(row.pairs)
         near_seconds = route.messages * message_bytes / chip.link_bytes_per_second
         hops = route.hops
         if near_seconds:
@@ -276,21 +278,21 @@ def _rate(
     chip: chips.Chip,
 ) -> tuple[float, str]:
     """The bytes per second that enter a device during a collective, and a description
-    of the links that limit them. `axes` has the dimensions of the slice that each mesh
-    axis spans.
+    of the links that limit them. `axes` has the dimensions of the slice (rings) that
+    each mesh axis spans. `KINDS` says how each kind uses links: "one", "middle" or all.
     """
-    link = chip.link_bytes_per_second
+    link_rate = chip.link_bytes_per_second
     if not chip.torus_dims:
-        return link, "a switch"
+        return link_rate, "a switch"
     rings = _rings_of(row, axes)
     if not rings:
-        return float(link), "one link one way"
-    use = KINDS[row.kind].links
-    rate = link * links_of(use, rings)
-    if use == "middle":
+        return float(link_rate), "one link one way"
+    link_use = KINDS[row.kind].links
+    rate = link_rate * links_of(link_use, rings)
+    if link_use == "middle":
         return rate, f"the middle of a {_ring_text(longest_of(rings))}"
     shape = " + ".join(map(_ring_text, rings))
-    if use == "one":
+    if link_use == "one":
         return rate, f"one link one way ({shape})"
     return rate, shape
 

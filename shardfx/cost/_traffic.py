@@ -263,6 +263,9 @@ class _ModuleReader:
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         """The traffic row of an instruction; `None` if it is no collective. `name` is
         the computation that contains it, and `runs` is how often that computation runs.
+
+        `collective.wire_bytes` counts the bytes between devices of different numbers:
+        all bytes for `device_numbers`, those between slices for `slice_numbers`.
         """
         collective = self.collective(name, instruction, runs)
         if collective is None:
@@ -311,7 +314,9 @@ class _ModuleReader:
         runs: Runs,
     ) -> Collective | None:
         """The collective of an instruction of the computation `name`, with the groups as
-        positions in the mesh.
+        positions in the mesh; `None` if it starts no collective. A computation whose
+        name begins with `_SCATTERS` is the reduce-scatter of a TPU, written as an
+        all-reduce.
         """
         if is_transfer(instruction):
             return transfer_of(instruction, self.positions)
@@ -351,7 +356,7 @@ class _ModuleReader:
     ) -> dict[str | None, int]:
         """The `wire_bytes` of a collective, divided among the parameters that it
         gathers, or whose gradients it reduces, by the parameter's path. The key `None`
-        has the bytes of other arrays.
+        has the bytes of other arrays. `collective.parts` has the bytes of each array.
         """
         argument_of = self.origins.gathered
         if collective.kind in opcodes.SUMS:

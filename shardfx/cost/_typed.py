@@ -45,16 +45,16 @@ _PROGRAMS = {
     "cond": "branches",
 }
 # What to write for a primitive whose function takes a sharding of its result.
-_WRITTEN = {
+_TEXT_BY_PRIMITIVE = {
     "dot_general": "jnp.matmul(..., out_sharding={spec}), or einsum",
     "gather": "x.at[...].get(out_sharding={spec})",
     "reshape": "jax.lax.reshape(..., out_sharding={spec})",
     "conv_general_dilated": "jax.lax.conv_general_dilated(..., out_sharding={spec})",
     "scatter": "x.at[...].add(..., out_sharding={spec}), or set",
 }
-_OPERANDS = "jax.sharding.reshard(x, {spec}) of the operands"
-_CARRY = "jax.sharding.reshard(x, {spec}) of the carry before the loop"
-_WRAPPED = "shardfx.auto.auto_axes(function, plan, out={spec})"
+_TEXT_OF_RESHARD = "jax.sharding.reshard(x, {spec}) of the operands"
+_TEXT_OF_CARRY = "jax.sharding.reshard(x, {spec}) of the carry before the loop"
+_TEXT_OF_WRAPPER = "shardfx.auto.auto_axes(function, plan, out={spec})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,9 @@ class _Typer:
         program: object,
         args: Sequence[Any],
     ) -> list[Any]:
-        """The types of the results of a program within the equations `outer`."""
+        """The types (structs with shardings) of the results of a program within the
+        equations `outer`, for arguments of the types `args`.
+        """
         jaxpr, consts = opened(program)
         return evaluated(jaxpr, consts, args, ft.partial(self.rule, outer))
 
@@ -217,7 +219,10 @@ class _Typer:
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
-        """The types of an equation's results."""
+        """The types of an equation's results, as JAX infers them on Explicit axes from
+        the types `operands`. Where it cannot, they are those after what is to be
+        written is written. `outer` has the calls and loops around the equation.
+        """
         name = equation.primitive.name
         equations = (*outer, equation)
         if name in _PROGRAMS:
@@ -260,7 +265,7 @@ class _Typer:
             start, count = carry_of(equation)
             for before, after in zip(operands[start:], results[:count], strict=False):
                 if _entries(before) != _entries(after):
-                    self.add(equations, after, _CARRY, "")
+                    self.add(equations, after, _TEXT_OF_CARRY, "")
         return list(map(self.aligned, equation.outvars, results))
 
     def aligned(self, var: Any, array: Any) -> Any:
@@ -287,7 +292,9 @@ class _Typer:
         # "scatter-add" is written as "scatter" is.
         name = equations[-1].primitive.name.partition("-")[0]
         is_elementwise = any(jnp.shape(operand) == shape for operand in operands)
-        text = _WRITTEN.get(name, _OPERANDS if is_elementwise else _WRAPPED)
+        text = _TEXT_BY_PRIMITIVE.get(
+            name, _TEXT_OF_RESHARD if is_elementwise else _TEXT_OF_WRAPPER
+        )
         struct = _struct(self.mesh, var.aval, _leading(operands, shape))
         self.add(equations, struct, text, reason)
         return struct

@@ -20,7 +20,7 @@ _PASSED = opcodes.REORDERINGS | {"convert"}
 
 # These operations read or write only a part of an operand: a part of the size of the
 # result (`None`), or of the size of the operand with this number.
-_IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
+_MOVED_OPERANDS = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
 # The contracted dimensions of a product's operands, and the letters of a convolution's
 # kernel dimensions, of which `o` is that of the outputs.
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
@@ -106,8 +106,10 @@ def _moved_bytes(
     `computation` contains the instruction. `tpu` says whether a TPU runs it, and
     `is_loop_body` whether the computation is a loop's body on a TPU.
     """
-    if instruction.opcode in _IN_PLACE:
-        operand_number = _IN_PLACE[instruction.opcode]
+    # These move a part of an operand: as much as the operand of this number, or as the
+    # result (`None`).
+    if instruction.opcode in _MOVED_OPERANDS:
+        operand_number = _MOVED_OPERANDS[instruction.opcode]
         moved_part = instruction
         if operand_number is not None:
             moved_part = computation[instruction.operands[operand_number]]

@@ -452,7 +452,7 @@ def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     mesh = MeshSpec({"fsdp": 64, "tensor": 8})
     step, *args = training(mesh.abstract(), constrain)
     right = estimate(step, *args, compiler="gpu")
-    for name in ("DIRECT", "LARGEST"):
+    for name in ("LARGEST_DIRECT_MESH", "LARGEST_SMALL_MESH"):
         monkeypatch.setattr(importlib.import_module("shardfx.cost._estimate"), name, 64)
     found = estimate(step, *args, compiler="gpu")
     text = str(found)

@@ -18,7 +18,8 @@ _FUSED = opcodes.VIEWS | opcodes.PIECES | opcodes.ELEMENTWISE
 
 def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
     """For each value, the values in memory from which it is computed. For a value in
-    memory, this is only the value.
+    memory, this is only the value. Values are numbers; `uses` has the operations that
+    make and read them.
 
     XLA fuses elementwise operations, slices, and views such as transposes with the
     operations that read their results, so these results occupy no memory. They do
@@ -40,7 +41,7 @@ def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
 
 def _is_stored(value: int, op: FlatOp, program: FlatProgram, uses: Uses) -> bool:
     """Whether a value occupies memory although XLA can fuse the operation `op` that
-    makes it.
+    makes it. `uses.home` has the loop's body or branch in which a value is made.
     """
     if value in uses.results or not program.buffers[value].shape:
         return True
@@ -91,8 +92,8 @@ class _Scheduler:
     - `reader_counts`: how often its results are read.
     - `is_late`: whether it runs right before its first reader.
     - `awaited`: the makers that have not run yet, without late ones.
-    - `unread`: the operations that have still to read an array, by its number.
-    - `done`: the operations that have run.
+    - `unread_counts`: how many operations have still to read each array.
+    - `done_operations`: the operations that have run.
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class _Scheduler:
         makes: Sequence[Collection[int]],
         bytes_of: Callable[[int], int],
     ):
+        """The state before the first operation. `reads` and `makes` have the numbers of
+        the arrays that each operation reads and makes.
+        """
         self.reads = reads
         self.makes = makes
         self.bytes_of = bytes_of
@@ -111,8 +115,8 @@ class _Scheduler:
         for operation, values in enumerate(reads):
             for value in values:
                 self.users.setdefault(value, []).append(operation)
-        self.unread = {value: len(users) for value, users in self.users.items()}
-        self.done: set[int] = set()
+        self.unread_counts = {value: len(users) for value, users in self.users.items()}
+        self.done_operations: set[int] = set()
 
         self.makers = [self._makers(values) for values in reads]
         self.reader_counts = [len(self._readers(values)) for values in makes]
@@ -137,7 +141,10 @@ class _Scheduler:
         return {maker for maker in makers if not self.is_late[maker]}
 
     def order(self) -> list[int]:
-        """The operations in the order in which they run. It uses up the state."""
+        """The operations in the order in which they run. It uses up the state.
+
+        A late operation is not in the heap: it runs right before its first reader.
+        """
         ready: list[_Priority] = []
         for operation in range(len(self.makes)):
             if self._can_run(operation):
@@ -147,13 +154,13 @@ class _Scheduler:
         while ready:
             operation = heapq.heappop(ready).operation
             # An operation whose priority changed is in the heap several times.
-            if operation in self.done:
+            if operation in self.done_operations:
                 continue
-            # All other makers are done.
-            late_makers = sorted(self.makers[operation] - self.done)
+            # All makers that are not late are done.
+            late_makers = sorted(self.makers[operation] - self.done_operations)
             next_operations = [*late_makers, operation]
             order += next_operations
-            self.done.update(next_operations)
+            self.done_operations.update(next_operations)
             for user in self._ready_after(operation):
                 heapq.heappush(ready, self._priority(user))
         return order
@@ -163,12 +170,15 @@ class _Scheduler:
         return not self.awaited[operation] and not self.is_late[operation]
 
     def _priority(self, operation: int) -> _Priority:
-        """The rank of an operation now: it frees what it reads last, if that was made
-        here.
+        """The rank of an operation now: it frees the arrays whose last reader it is, if
+        an operation that is done made them.
         """
         freed_bytes = 0
         for value in self.reads[operation]:
-            if self.unread[value] == 1 and self.maker.get(value) in self.done:
+            if (
+                self.unread_counts[value] == 1
+                and self.maker.get(value) in self.done_operations
+            ):
                 freed_bytes += self.bytes_of(value)
         made_bytes = sum(map(self.bytes_of, self.makes[operation]))
         return _Priority(
@@ -182,15 +192,15 @@ class _Scheduler:
         whose priorities that changes.
         """
         for value in self.reads[operation]:
-            self.unread[value] -= 1
+            self.unread_counts[value] -= 1
         users = self._readers(self.makes[operation])
         for user in users:
             self.awaited[user].discard(operation)
         for value in self.reads[operation]:
-            if self.unread[value] == 1:
+            if self.unread_counts[value] == 1:
                 users += self.users[value]
         ready = []
         for user in users:
-            if user not in self.done and self._can_run(user):
+            if user not in self.done_operations and self._can_run(user):
                 ready.append(user)
         return ready

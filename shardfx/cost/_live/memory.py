@@ -37,56 +37,61 @@ def rematerialized(
     In each iteration, a loop of the forward pass can write one slice of an array that
     another loop then reads. With rematerialization, such arrays are not stored.
     Instead, the values that the forward loop carries from layer to layer are stored for
-    every layer. `bytes_of` returns the bytes of an array.
+    every layer. `bytes_of` returns the bytes of an array, from its number.
+
+    The loop-carried value number `index` has four numbers of arrays: before the loop
+    (`loop.reads[index]`), after it (`loop.makes[index]`), and at the start and the end
+    of an iteration (`body.carried[index]`, `body.results[index]`).
     """
     loop_bodies: set[int] = set()
     for op in uses.ops:
         if op.opcode == "while":
             loop_bodies.update(map(id, op.bodies))
-    dropped: set[int] = set()
+    dropped_arrays: set[int] = set()
     stacked_bytes = 0
     kept_bytes = 0
     for loop in program.entry.ops:
         if loop.opcode != "while":
             continue
-        stacks = [
+        stack_indices = [
             index for index in range(len(loop.makes)) if _is_stack(loop, index, uses)
         ]
-        read_by_loops: list[int] = []
-        for index in stacks:
+        dropped_indices: list[int] = []
+        for index in stack_indices:
             readers = {id(use.body) for use in uses.reads_of(loop.makes[index])}
             if readers <= loop_bodies:
-                read_by_loops.append(index)
-        if not read_by_loops:
+                dropped_indices.append(index)
+        if not dropped_indices:
             continue
         body = loop.bodies[0]
         # A loop may stack its carried values already. Then these are stored in the
         # dtype of the stack.
-        bytes_of_stacks: dict[tuple[int, ...], int] = {}
-        for index in read_by_loops:
+        bytes_by_stack_shape: dict[tuple[int, ...], int] = {}
+        for index in dropped_indices:
             stack = loop.makes[index]
             stacked_bytes += bytes_of(stack)
-            bytes_of_stacks[program.buffers[stack].shape] = bytes_of(stack)
-            dropped.add(stack)
-            dropped.add(loop.reads[index])
-            dropped.add(body.carried[index])
-            dropped.add(body.results[index])
+            bytes_by_stack_shape[program.buffers[stack].shape] = bytes_of(stack)
+            dropped_arrays.add(stack)
+            dropped_arrays.add(loop.reads[index])
+            dropped_arrays.add(body.carried[index])
+            dropped_arrays.add(body.results[index])
         # The first dimension of a stack is the number of layers.
-        first_stack = loop.makes[read_by_loops[0]]
+        first_stack = loop.makes[dropped_indices[0]]
         length = program.buffers[first_stack].shape[0]
         for index, value in enumerate(loop.makes):
             shape = program.buffers[value].shape
-            if index not in stacks and shape:
+            if index not in stack_indices and shape:
                 nbytes = length * bytes_of(value)
-                kept_bytes += bytes_of_stacks.get((length, *shape), nbytes)
+                kept_bytes += bytes_by_stack_shape.get((length, *shape), nbytes)
     if stacked_bytes <= 1.1 * kept_bytes:
         return Rematerialized()
-    return Rematerialized(values=frozenset(dropped), kept_bytes=kept_bytes)
+    return Rematerialized(values=frozenset(dropped_arrays), kept_bytes=kept_bytes)
 
 
 def _is_stack(loop: FlatOp, index: int, uses: Uses) -> bool:
     """Whether each iteration of a loop writes a slice of its loop-carried array number
-    `index`, and none reads it.
+    `index`, and none reads it. The array is `body.carried[index]` at the start of an
+    iteration, and `body.results[index]` at its end.
     """
     body = loop.bodies[0]
     op = uses.maker.get(body.results[index])

@@ -114,7 +114,9 @@ class Uses:
         return self.users.get(value, ())
 
     def read(self, body: Body) -> None:
-        """Notes the operations of a body, and of the bodies in it."""
+        """Notes the operations of a body, and of the bodies in it: for each value
+        (number), its maker, its home body and its reads.
+        """
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
@@ -205,7 +207,7 @@ class _Flattener:
 
     def new(self, result: Result) -> Values:
         """Adds a value for each array of an instruction's result, and returns the
-        numbers of the values.
+        numbers of the values: 7 for an array, (7, (8, 9)) for a nested tuple.
         """
         if isinstance(result, Array):
             self.buffers.append(result)
@@ -218,8 +220,8 @@ class _Flattener:
         return self.results[text]
 
     def read(self, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of the computation `name`, and returns the values of its
-        root.
+        """Adds the operations of the computation `name` to `ops`, and returns the values
+        of its root. `bound` has the values of its parameters, by their numbers.
         """
         values: dict[str, Values] = {}
         root: Values = ()
@@ -236,8 +238,9 @@ class _Flattener:
         values: dict[str, Values],
         ops: list[FlatOp],
     ) -> Values:
-        """Adds the operations of an instruction, and returns the values of its result.
-        `values` has those of earlier instructions, by the instruction's name.
+        """Adds the operations of an instruction to `ops`, and returns the values of its
+        result. `values` has those of earlier instructions, by the instruction's name;
+        `bound` has those of the computation's parameters, by their numbers.
         """
         opcode = instruction.opcode
         operands = [values[name] for name in instruction.operands if name in values]
@@ -299,8 +302,9 @@ class _Flattener:
         bound: Sequence[Values],
         ops: list[FlatOp],
     ) -> Values:
-        """Adds the operations of the computation `name`, which `call` calls, and
-        returns the values of its root.
+        """Adds the operations of the computation `name`, which `call` calls with the
+        values `bound`, and returns the values of its root. `self.calls` has the calls
+        around the operations, innermost first.
         """
         outer_calls = self.calls
         self.calls = (call, *outer_calls)

@@ -18,7 +18,7 @@ Keys = frozenset[ValueKey]
 
 # The share of the values that a compiler stores at least if nothing is checkpointed.
 # libtpu stored 37 % of those of 48 unrolled layers, and 25 % of those of 4.
-_LEAST_KEPT = 0.2
+_LEAST_KEPT_SHARE = 0.2
 
 # Points that are carried on while values are taken away one by one.
 _WIDTH = 8
@@ -75,13 +75,17 @@ class Costs:
         return max(region.bytes_by_key.get(key, 0) for region in self.recomputations)
 
     def point(self, allowed: Keys) -> Point:
-        """The consequences of keeping the values with these keys in all regions."""
-        of_regions = [self._kept(region, allowed) for region in self.recomputations]
-        work = total(kept.work for kept in of_regions)
+        """The consequences of keeping the values with these keys in all regions: the
+        bytes that they need, and the work of computing the other values again.
+        """
+        kept_of_regions = [
+            self._kept(region, allowed) for region in self.recomputations
+        ]
+        work = total(kept.work for kept in kept_of_regions)
         return Point(
             allowed=allowed,
-            kept=frozenset().union(*(kept.keys for kept in of_regions)),
-            bytes=sum(kept.bytes for kept in of_regions),
+            kept=frozenset().union(*(kept.keys for kept in kept_of_regions)),
+            bytes=sum(kept.bytes for kept in kept_of_regions),
             work=work,
             seconds=self.seconds(work),
         )
@@ -110,10 +114,10 @@ def frontier(costs: Costs) -> list[Point]:
     points: list[Point] = []
     layer = [start]
     while layer:
-        smaller: set[Keys] = set()
+        allowed_next: set[Keys] = set()
         for point in layer:
-            smaller.update(_smaller(costs, point))
-        layer = _best(map(costs.point, sorted(smaller, key=sorted)))
+            allowed_next.update(_smaller(costs, point))
+        layer = _best(map(costs.point, sorted(allowed_next, key=sorted)))
         points += layer
         layer = _spread(layer)
     # A value can be computed from a larger one, which then is kept in its place.
@@ -195,7 +199,7 @@ def chosen(
     memory that is not for kept values, and `budget_bytes` is all memory.
     """
     keeping_all, *points = frontier(costs)
-    least_bytes = other_bytes + _LEAST_KEPT * keeping_all.bytes
+    least_bytes = other_bytes + _LEAST_KEPT_SHARE * keeping_all.bytes
     if least_bytes <= budget_bytes or not points:
         # It fits perhaps: a compiler stores a part of what may be kept.
         plain = trial_of(keeping_all)
@@ -224,7 +228,8 @@ def _border(
     other_bytes: float,
     trial_of: Callable[[Point], Trial],
 ) -> Trial:
-    """The trial of the first point that fits; if none fits, that of least memory.
+    """The trial of the first of `points` that fits; if none fits, that of least memory.
+    `points` are a frontier, with most bytes first.
 
     The bytes of the values that a point keeps foresee its memory: the other memory is
     that of the point tried before. It is less if a value is kept whose computation takes
@@ -275,8 +280,8 @@ def with_offloads(costs: Costs, point: Point) -> Point:
 
 
 def _is_hidden(costs: Costs, offloaded: Keys) -> bool:
-    """Whether the link to the host takes the values of each layer in the time in which
-    the layer is computed.
+    """Whether the link to the host takes the values of each layer (`region`) in the
+    time of the layer's forward pass. `offloaded` has the keys of values of all layers.
     """
     for region in costs.recomputations:
         sent_bytes = sum(region.bytes_by_key.get(key, 0) for key in offloaded)

@@ -237,8 +237,8 @@ class PolicySearch:
             # Equal layers have equal values, types and differentiated inputs.
             layer_kind = (*placed.region.all_keys, types, placed.active)
             if layer_kind in placed_by_kind:
-                runs_of_all = placed_by_kind[layer_kind].runs + placed.runs
-                placed = placed._replace(runs=runs_of_all)
+                run_count = placed_by_kind[layer_kind].run_count + placed.run_count
+                placed = placed._replace(run_count=run_count)
             placed_by_kind[layer_kind] = placed
         return tuple(placed_by_kind.values())
 
@@ -352,18 +352,18 @@ class PolicySearch:
         rows = []
         choices = self.choices_of(point)
         for key, choice in choices.items():
-            runs = 0
+            layer_count = 0
             for placed in self.placed:
                 if key in placed.region.all_keys:
-                    runs += placed.runs
+                    layer_count += placed.run_count
             other_point = self.costs.point(point.kept ^ {key})
             flops = abs(other_point.work.flops - point.work.flops)
             row = PolicyRow(
                 **key._asdict(),
                 choice=choice,
                 bytes=self.costs.bytes_of(key),
-                layers=runs,
-                flops=flops / runs,
+                layers=layer_count,
+                flops=flops / layer_count,
             )
             rows.append(row)
         # JAX computes some values again without a policy, too. That is no choice.

@@ -63,9 +63,9 @@ class Recomputation:
         return total(map(work_of, self.placed.region.jaxpr.eqns))
 
     def keeping(self, keys: Collection[ValueKey]) -> Kept:
-        """The consequences of keeping the values with these keys, in all runs: from
-        what the backward pass needs, equations are computed again back to values that
-        are kept, and to inputs.
+        """The consequences of keeping the values with these keys, in all runs of
+        the region: from what the backward pass needs, equations are computed again back
+        to values that are kept, and to inputs.
         """
         kept_keys: set[ValueKey] = set()
         works: list[Work] = []
@@ -81,10 +81,10 @@ class Recomputation:
             else:
                 works.append(source.work)
                 waiting_variables += source.operands
-        runs = self.placed.runs
+        run_count = self.placed.run_count
         return Kept(
-            bytes=runs * sum(self.bytes_by_key[key] for key in kept_keys),
-            work=total(works).times(runs),
+            bytes=run_count * sum(self.bytes_by_key[key] for key in kept_keys),
+            work=total(works).times(run_count),
             keys=frozenset(kept_keys),
         )
 
@@ -93,14 +93,15 @@ def recomputation_of(
     placed: Placed,
     bytes_of: Callable[[ValueKey, Any], int],
 ) -> Recomputation:
-    """The needs of a region's backward pass. `bytes_of` gives the bytes of a value on
+    """What the backward pass of a region needs, and the equations that compute it.
+    `bytes_of` gives the bytes of a value on
     one device, from its key and its type (`aval`).
     """
     key_by_name = {key.name: key for key in placed.region.all_keys}
-    program = _residuals(placed)
+    residuals = _residuals(placed)
     sources: dict[Any, _Source] = {}
     bytes_by_key: dict[ValueKey, int] = {}
-    for position, equation in enumerate(program.eqns):
+    for position, equation in enumerate(residuals.eqns):
         key = None
         if equation.primitive.name == "name":
             key = key_by_name.get(equation.params["name"])
@@ -109,7 +110,7 @@ def recomputation_of(
         operands = tuple(filter(is_var, equation.invars))
         source = _Source(position, key, work_of(equation), operands)
         sources.update(dict.fromkeys(equation.outvars, source))
-    needed = tuple(filter(is_var, program.outvars))
+    needed = tuple(filter(is_var, residuals.outvars))
     return Recomputation(placed, needed, sources, bytes_by_key)
 
 
@@ -121,7 +122,9 @@ def _residuals(placed: Placed) -> jex.Jaxpr:
     structs = list(map(typed_struct_of, region.invars))
 
     def residuals(*arrays: Any) -> list[Any]:
-        """What the derivative by the active inputs holds, for all inputs."""
+        """The arrays that the derivative by the active (differentiated) inputs holds,
+        for all inputs of the region.
+        """
 
         def run(*varied: Any) -> list[Any]:
             remaining = iter(varied)

@@ -123,7 +123,7 @@ class Placed(NamedTuple):
     """
 
     region: Region
-    runs: int
+    run_count: int
     active: tuple[bool, ...]
 
 
@@ -133,22 +133,27 @@ class Program(NamedTuple):
     jaxpr: jex.Jaxpr
     parts: tuple[Any, ...]
 
-    def placed(self, active: Sequence[bool] = (), runs: int = 1) -> Iterator[Placed]:
-        """Yields each region, also in the bodies of loops. `active` says which of the
-        program's inputs are differentiated.
+    def placed(
+        self, active: Sequence[bool] = (), run_count: int = 1
+    ) -> Iterator[Placed]:
+        """Yields each region with the number of times that it runs, also those in the
+        bodies of loops. `active` says which of the program's inputs are differentiated,
+        and `run_count` how often the program itself runs.
         """
         reached = dependent(self.jaxpr, active)
         for part in self.parts:
             # Whether each input of the part is differentiated.
             flags = [is_var(atom) and atom in reached for atom in part.invars]
             if isinstance(part, Region):
-                yield Placed(part, runs, tuple(flags))
+                yield Placed(part, run_count, tuple(flags))
             elif isinstance(part, Loop):
-                # A carried value is if the one that the loop returns is.
-                first, carried = carry_of(part.scan)
-                for position in range(carried):
-                    flags[first + position] |= part.outvars[position] in reached
-                yield from part.body.placed(flags, runs * part.scan.params["length"])
+                # A carried value is if the one that the loop returns is. A scan's inputs
+                # are its constants, its carried values and its slices.
+                const_count, carry_count = carry_of(part.scan)
+                for position in range(carry_count):
+                    flags[const_count + position] |= part.outvars[position] in reached
+                body_run_count = run_count * part.scan.params["length"]
+                yield from part.body.placed(flags, body_run_count)
 
     def left_alone(self) -> Iterator[jex.JaxprEqn]:
         """Yields the equations with products that no region contains."""
@@ -164,8 +169,9 @@ class Program(NamedTuple):
         args: Sequence[Any],
         checkpointed: Callable[[Region], Any],
     ) -> list[Any]:
-        """The results of the program for inputs `args`. `checkpointed` makes a function
-        of a region's inputs, which returns its outputs; it replaces each region.
+        """The results of the program for inputs `args` and constants `consts`.
+        `checkpointed` makes a function of a region's inputs, which returns its outputs;
+        it replaces each region.
         """
 
         def body(_: Any, consts: Sequence[Any], args: Sequence[Any], part: Any):
@@ -179,8 +185,9 @@ class Program(NamedTuple):
                 part = _with_body(part.scan, run)
             return applied(self.jaxpr, part, operands)
 
-        mixed = self.jaxpr.replace(eqns=self.parts)
-        return evaluated(mixed, consts, args, rule)
+        # `evaluated` gives each part to `rule`, as if it were an equation.
+        jaxpr_of_parts = self.jaxpr.replace(eqns=self.parts)
+        return evaluated(jaxpr_of_parts, consts, args, rule)
 
 
 def _with_body(scan: jex.JaxprEqn, run: Callable[..., Any]) -> jex.JaxprEqn:
@@ -233,8 +240,8 @@ def flat(
     consts: Sequence[Any],
     args: Sequence[Any],
 ) -> jex.ClosedJaxpr:
-    """The jaxpr with the programs of its calls, and of calls in its scans, in place of
-    the calls. Calls with shardings of their own stay.
+    """The jaxpr with the programs of its calls (`jit`, `custom_jvp` and so on), and of
+    calls in its scans, in place of the calls. Calls with shardings of their own stay.
     """
 
     def run(
@@ -320,15 +327,15 @@ def _with_regions(
     is_whole: bool,
 ) -> Iterator[Region | Loop | jex.JaxprEqn]:
     """Yields the parts of a program; a part that is a list of equations becomes a
-    region. If the region `is_whole`, all inputs of the program are its inputs, read or
-    not.
+    region. If the region `is_whole`, the only part, all inputs of the program are its
+    inputs, read or not.
     """
-    reads = [_operands(part) for part in parts]
+    operands_of_parts = [_operands(part) for part in parts]
     # How many of the parts that follow, with the program's end, read each value.
-    readers = collections.Counter(filter(is_var, jaxpr.outvars))
-    readers.update(itertools.chain.from_iterable(reads))
-    for part, operands in zip(parts, reads, strict=True):
-        readers.subtract(operands.keys())
+    reader_counts = collections.Counter(filter(is_var, jaxpr.outvars))
+    reader_counts.update(itertools.chain.from_iterable(operands_of_parts))
+    for part, operands in zip(parts, operands_of_parts, strict=True):
+        reader_counts.subtract(operands.keys())
         if not isinstance(part, list):
             yield part
             continue
@@ -336,7 +343,7 @@ def _with_regions(
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         if not is_whole:
             inputs = list(itertools.filterfalse(set(results).__contains__, operands))
-        outputs = [var for var in results if readers[var]]
+        outputs = [var for var in results if reader_counts[var]]
         region = jaxpr.replace(
             constvars=[],
             invars=inputs,

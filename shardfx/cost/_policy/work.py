@@ -17,7 +17,7 @@ SCANS = ("scan",)
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call")
 # Operations that pass over their operands in memory. Elementwise ones are computed
 # within the operations that read their results.
-_PASSES = ("reduce_", "arg", "sort", "top_k", "gather", "scatter", "cum", "fft")
+_MEMORY_PASSES = ("reduce_", "arg", "sort", "top_k", "gather", "scatter", "cum", "fft")
 # Operations that compute nothing.
 _VIEWS = (
     "reshape squeeze expand_dims transpose broadcast_in_dim convert_element_type slice"
@@ -39,22 +39,26 @@ class Work(NamedTuple):
 
 def work_of(equation: jex.JaxprEqn) -> Work:
     """The work of an equation on all devices together, with that of programs in it. A
-    `while` counts as one iteration, a `cond` as its largest branch.
+    scan counts all its iterations, a `while` one, and a `cond` the branch with the most
+    floating-point operations.
     """
     name = equation.primitive.name
     if name in _PRODUCTS:
         return Work(_product_flops(equation))
     if name in _VIEWS:
         return Work()
-    if name.startswith(_PASSES):
+    if name.startswith(_MEMORY_PASSES):
+        # Its time is that of reading its largest operand.
         avals: list[Any] = [atom.aval for atom in equation.invars]
         largest = max(avals, key=_size)
         elements = _size(largest)
         return Work(flops=elements, bytes=elements * largest.dtype.itemsize)
 
-    works = [total(map(work_of, program.eqns)) for program in _programs(equation)]
-    if works:
-        return max(works).times(equation.params.get("length", 1))
+    works_of_programs = [
+        total(map(work_of, program.eqns)) for program in _programs(equation)
+    ]
+    if works_of_programs:
+        return max(works_of_programs).times(equation.params.get("length", 1))
     return Work(sum(_size(var.aval) for var in equation.outvars))
 
 
@@ -90,18 +94,20 @@ def _product_flops(equation: jex.JaxprEqn) -> float:
     that is summed.
     """
     params = equation.params
-    result = 2.0 * sum(_size(var.aval) for var in equation.outvars)
+    result_flops = 2.0 * sum(_size(var.aval) for var in equation.outvars)
     numbers: Any = params.get("dimension_numbers")
     if "ragged_dot_dimension_numbers" in params:
         numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     if numbers is None:  # a kernel
-        return result
+        return result_flops
     left: Any = equation.invars[0].aval
     right: Any = equation.invars[1].aval
     if equation.primitive.name == "conv_general_dilated":
-        return result * math.prod(right.shape[dim] for dim in numbers.rhs_spec[1:])
+        return result_flops * math.prod(
+            right.shape[dim] for dim in numbers.rhs_spec[1:]
+        )
     (contracted, _), _ = numbers
-    return result * math.prod(left.shape[dim] for dim in contracted)
+    return result_flops * math.prod(left.shape[dim] for dim in contracted)
 
 
 def _size(aval: Any) -> int:
