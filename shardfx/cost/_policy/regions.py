@@ -134,7 +134,9 @@ class Program(NamedTuple):
     parts: tuple[Any, ...]
 
     def placed(
-        self, active: Sequence[bool] = (), run_count: int = 1
+        self,
+        active: Sequence[bool] = (),
+        run_count: int = 1,
     ) -> Iterator[Placed]:
         """Yields each region with the number of times that it runs, also those in the
         bodies of loops. `active` says which of the program's inputs are differentiated,
