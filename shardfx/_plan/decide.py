@@ -14,7 +14,7 @@ from ..topology import MeshSpec
 from .extending import apply_strategy
 from .fitting import Axes, Leaf, axes_of, corrected, leaf_of
 from .leaf import Row
-from .requests import Request, units_at
+from .requests import Request, units_for
 
 
 def row_of(
@@ -29,10 +29,7 @@ def row_of(
     `memory_kind` is the array's memory; `None` for the device's default.
     """
     names = request.names
-    units = request.units
-    # The unit of a name is in elements; a dimension of this name may count whole units.
-    if units is not None and names is not None:
-        units = units_at(names, shape, units)
+    units = units_for(request, shape)
     leaf = leaf_of(shape, dtype, units)
     decision = corrected(request.spec, leaf, mesh)
     reasons = list(request.reasons)

@@ -31,7 +31,7 @@ from .fitting import (
     product_text,
     too_small,
 )
-from .requests import Request
+from .requests import Request, units_for
 
 
 def apply_strategy(
@@ -150,7 +150,7 @@ def shard_over(
     are dropped with a reason.
     """
     sizes = mesh.shape
-    leaf = leaf_of(shape, dtype, request.units)
+    leaf = leaf_of(shape, dtype, units_for(request, shape))
     if over.max_bytes:
         return _over_until_small(request, leaf, mesh, over)
     base_spec = corrected(request.spec, leaf, axes_of(mesh)).spec

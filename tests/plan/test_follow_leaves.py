@@ -257,3 +257,16 @@ def test_the_result_keeps_the_axis_rules_of_the_plan():
     assert on_other_mesh["buffer"].spec == P("data")
     unnamed = plan({"w": struct(8, 6)}, MESH, paths=PathRules([("w", P())]))
     assert follow(init, unnamed, paths=rules, axes=BUFFERS).axes == BUFFERS
+
+
+@pytest.mark.parametrize("over", ["data", fsdp("data", max_bytes=1)])
+def test_over_keeps_an_axis_of_names_that_count_units(over):
+    rules = PathRules([("scale", ("heads", None))])
+
+    def init(params):
+        return {"scale": jnp.zeros((2, 6))}
+
+    made = follow(init, NAMED, paths=rules)
+    further = follow(init, NAMED, paths=rules, over=over)
+    assert made["scale"].spec == P("tensor")
+    assert further["scale"].spec == P("tensor", "data")
