@@ -57,7 +57,7 @@ def correspondences(planned: Shape, shape: Shape) -> list[Dims]:
             return [(*[None] * extra, *range(len(planned)))]
         return []
     choices = itertools.combinations(range(len(planned)), len(shape))
-    return [dims for dims in choices if _is_equal(planned, dims, shape)]
+    return [dims for dims in choices if _all_fit(planned, dims, shape)]
 
 
 @ft.lru_cache(maxsize=4096)
@@ -67,7 +67,8 @@ def adapter_readings(
     partners: tuple[Shape, ...],
 ) -> tuple[Reading, ...]:
     """The ways to read the dimensions of an adapter with the shape `shape`; empty if
-    nothing corresponds.
+    nothing corresponds. A `Reading` has for each dimension of the adapter the dimension
+    of the base, and which dimension is the rank.
 
     One dimension is the rank. The dimensions before it are the first of the base, and
     those after it are its last; either may be missing. `partners` are the shapes of the
@@ -105,7 +106,8 @@ def adapter_readings(
 @ft.lru_cache(maxsize=4096)
 def scale_readings(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """The ways to read the dimensions of a scale, each of whose elements belongs to a
-    block of the base's elements.
+    block of the base's elements. A `Reading` has for each dimension of the scale the
+    dimension of the base.
 
     With all dimensions of the base, each corresponds to the one at its place. A scale
     with fewer has the first or the last dimensions of the base. Dimensions of equal
@@ -137,13 +139,17 @@ def _in_blocks(whole: int, size: int) -> bool:
     return size == 1 or (size > 0 and whole % size == 0)
 
 
-def _is_equal(
+def _all_fit(
     base: Shape,
     dims: Sequence[int],
     shape: Shape,
     fits: Fits = _equal,
 ) -> bool:
-    """Whether each dimension of `shape` fits the dimension of the base in `dims`."""
+    """Whether each size in `shape` fits the size of its dimension of the base.
+
+    `dims` has for each dimension of `shape` the dimension of the base. `fits` compares
+    the size of the base's dimension with the other one.
+    """
     return all([fits(base[dim], size) for dim, size in zip(dims, shape, strict=True)])
 
 
@@ -152,14 +158,14 @@ def _at_the_ends(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     the base, in any number of each. `fits` compares a size of the base and one of
     `shape`.
     """
-    count = len(shape)
+    # The number of dimensions of the base that correspond to none of `shape`.
     skipped = len(base) - len(shape)
     if skipped < 0:
         return ()
     readings: list[Reading] = []
-    for front in range(count + 1):
-        dims = (*range(front), *range(front + skipped, len(base)))
-        if _is_equal(base, dims, shape, fits):
+    for first_count in range(len(shape) + 1):
+        dims = (*range(first_count), *range(first_count + skipped, len(base)))
+        if _all_fit(base, dims, shape, fits):
             readings.append(Reading(dims))
     return tuple(dict.fromkeys(readings))
 
@@ -170,7 +176,7 @@ def _anywhere(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     """
     readings = []
     for dims in itertools.combinations(range(len(base)), len(shape)):
-        if _is_equal(base, dims, shape, fits):
+        if _all_fit(base, dims, shape, fits):
             readings.append(Reading(dims))
     return tuple(readings)
 
@@ -208,7 +214,7 @@ def _ranked_at_ends(base: Shape, shape: Shape, fits: Fits) -> Iterator[Reading]:
             continue
         front = range(rank)
         back = range(rank + skipped, len(base))
-        if _is_equal(base, (*front, *back), others, fits):
+        if _all_fit(base, (*front, *back), others, fits):
             yield Reading(dims=(*front, None, *back), rank=rank)
 
 
@@ -230,7 +236,8 @@ def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
 
 def _by_index(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """The reading under which each dimension is the one of the base with the same
-    index, counted from the front or else from the back, if their sizes are equal.
+    index, counted from the front or else from the back, if their sizes are equal. A
+    dimension with neither corresponds to none; empty if all are such.
     """
     dims: list[int | None] = []
     for index, size in enumerate(shape):
@@ -265,14 +272,15 @@ def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> 
     base: they share the rank, and of the base's dimensions only the first ones, those
     of a stack.
     """
-    own_dims = set(reading.base_dims)
-    for other in _with_rank(base, partner):
-        if reading.rank is None or other.rank is None:
+    # The base's dimensions that each of the two halves has.
+    adapter_dims = set(reading.base_dims)
+    for partner_reading in _with_rank(base, partner):
+        if reading.rank is None or partner_reading.rank is None:
             continue
-        other_dims = set(other.base_dims)
-        shared_dims = own_dims & other_dims
-        have_one_rank = shape[reading.rank] == partner[other.rank]
-        have_all_dims = own_dims | other_dims == set(range(len(base)))
+        partner_dims = set(partner_reading.base_dims)
+        shared_dims = adapter_dims & partner_dims
+        have_one_rank = shape[reading.rank] == partner[partner_reading.rank]
+        have_all_dims = adapter_dims | partner_dims == set(range(len(base)))
         share_first_dims = shared_dims == set(range(len(shared_dims)))
         if have_one_rank and have_all_dims and share_first_dims:
             return True
@@ -298,9 +306,9 @@ def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     base_dims = tuple(range(len(base)))
     no_dims = (None,) * extra
     readings: list[Reading] = []
-    if _is_equal(base, base_dims, shape[extra:], _in_blocks):
+    if _all_fit(base, base_dims, shape[extra:], _in_blocks):
         readings.append(Reading((*no_dims, *base_dims)))
-    if _is_equal(base, base_dims, shape[: len(base)], _in_blocks):
+    if _all_fit(base, base_dims, shape[: len(base)], _in_blocks):
         readings.append(Reading((*base_dims, *no_dims)))
     return _with_most_equal(base, shape, readings)
 
@@ -312,14 +320,14 @@ def _with_most_equal(
 ) -> tuple[Reading, ...]:
     """Those of `readings` under which most dimensions have the size of the base's."""
 
-    def equal_dims(reading: Reading) -> int:
+    def count_of_equal_dims(reading: Reading) -> int:
         count = 0
         for dim, size in zip(reading.dims, shape, strict=True):
             if dim is not None and base[dim] == size != 1:
                 count += 1
         return count
 
-    readings_by_count = together(readings, equal_dims)
+    readings_by_count = together(readings, count_of_equal_dims)
     if not readings_by_count:
         return ()
     return tuple(readings_by_count[max(readings_by_count)])

@@ -31,7 +31,7 @@ def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
     """
     rules: list[Any] = []
     for pair in pairs:
-        # A text is no pair, which `PathRules` says.
+        # `PathRules` raises an error for a text in the place of a pair.
         if isinstance(pair, str):
             rules.append(pair)
         else:
@@ -40,12 +40,12 @@ def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
     return Matcher(PathRules(rules))
 
 
-def base_path(matcher: Matcher, number: int, path: str) -> str:
+def base_path(matcher: Matcher, rule_index: int, path: str) -> str:
     """Returns the path of the array to which the array at `path` belongs by the rule
-    `number` of `matcher`.
+    of `matcher` with the index `rule_index`.
     """
-    _, (replacement,) = matcher.rules[number]
-    return matcher.patterns[number].sub(replacement, path)
+    _, (replacement,) = matcher.rules[rule_index]
+    return matcher.patterns[rule_index].sub(replacement, path)
 
 
 def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, ...]]]:
@@ -55,10 +55,10 @@ def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, 
     shapes: dict[str, list[tuple[int, ...]]] = {}
     columns = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
     for leaf, path, is_array in columns:
-        number = matcher.first(path) if is_array else None
-        if number is not None:
-            base = base_path(matcher, number, path)
-            shapes.setdefault(base, []).append(tuple(leaf.shape))
+        rule_index = matcher.first(path) if is_array else None
+        if rule_index is not None:
+            path_of_base = base_path(matcher, rule_index, path)
+            shapes.setdefault(path_of_base, []).append(tuple(leaf.shape))
     return shapes
 
 
@@ -108,16 +108,16 @@ def _aligned(
     aligned: list[int | None] = []
     reasons = []
     for dim, (size, base_dim) in enumerate(zip(shape, dims, strict=True)):
-        whole = size if base_dim is None else base.shape[base_dim]
-        is_even = size > 0 and whole % size == 0
-        if base_dim is None or whole == size or (is_even and size > 1):
+        base_size = size if base_dim is None else base.shape[base_dim]
+        is_even = size > 0 and base_size % size == 0
+        if base_dim is None or base_size == size or (is_even and size > 1):
             aligned.append(base_dim)
             continue
         aligned.append(None)
         if not is_even:
             what = (
                 f"{size} elements are not for whole blocks of dim {base_dim} of"
-                f" `{starred(base.path)}`, which has {whole}"
+                f" `{starred(base.path)}`, which has {base_size}"
             )
             axes = entry_axes(entries[base_dim])
             reasons.append(reason_for(Code.unaligned, dim, axes, what=what))
@@ -144,7 +144,10 @@ def unaligned(
     spec: Any,
 ) -> Reason:
     """Returns the reason why an array of the shape `shape` has only the spec `spec`:
-    its dimensions may be several ones of `base`, by one of `readings`, or are none.
+    its dimensions may correspond to those of `base` in several ways, or in none.
+
+    Each of `readings` is one way: for each dimension of `shape` the dimension of the
+    base, or `None`. The reason names the mesh axes of the base that `spec` lacks.
     """
     sharding_axes = set(axes_of_entries(entries_of(spec)))
     base_axes = axes_of_entries(entries_of(without_unconstrained(base.spec)))

@@ -34,6 +34,7 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
                 f"leaf `{path}`: {name} is {vars(before)[name]} in one,"
                 f" {vars(after)[name]} in the other"
             )
+    # Equal arrays in trees of other nodes, such as a module and a dict.
     return tuple(lines) or (OTHER_TREES,)
 
 
@@ -161,7 +162,8 @@ _LEAST_REASON_WIDTH = 16
 def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
     """Returns the lines of the table of a plan in `width` characters, with the end of
     each text of the last column cut off that does not fit; nothing if less than
-    `_LEAST_REASON_WIDTH` characters are left for it.
+    `_LEAST_REASON_WIDTH` characters are left for it. `rows` has the texts of each row's
+    cells, the header first.
     """
     others = table([(*row[:-1], "") for row in rows], right=NUMBERS)
     room = width - max(len(line.rstrip()) for line in others) - 2
@@ -190,13 +192,15 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     # First the reasons are cut off at their ends, then whole parts of them are left out.
     if width is not None and (cut := _with_cut_reasons(rows, width)):
         return cut
-    for columns in _NARROWER_REASONS:
+    # Each regex finds fewer parts of the last column's text than the one before it.
+    for regex_of_parts in _NARROWER_REASONS:
         shown = [rows[0]]
         for row in rows[1:]:
-            parts = re.findall(columns, row[-1])
+            parts = re.findall(regex_of_parts, row[-1])
             shown.append((*row[:-1], " ".join(filter(None, parts))))
         lines = table(shown, right=NUMBERS)
         if width is None or max(map(len, lines)) <= width:
             return lines
+    # The names of the columns that `table` may drop.
     spare = ("arrays",) if any(row[-1] for row in shown[1:]) else ("why", "arrays")
     return table(shown, right=NUMBERS, width=width, spare=spare)

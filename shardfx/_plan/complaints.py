@@ -42,8 +42,8 @@ class Draft(NamedTuple):
     - `paths`, `kinds`: the path rules, and the memory kinds by path.
     - `declared`: the mesh axes that the rules declare with `mesh_axes=`, so that the
       mesh may lack them.
-    - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an
-      array; `-2 - n` if planning it failed with the error `errors[n]`.
+    - `row_indices`: for each leaf the index of its plan in `rows`; -1 if the leaf is
+      not an array; `-2 - n` if planning it failed with the error `errors[n]`.
     - `rows`: the plans, one for all arrays that are planned alike.
     - `errors`: pairs of a leaf's path and its error.
     """
@@ -54,7 +54,7 @@ class Draft(NamedTuple):
     kinds: Matcher
     axes: AxisRules | None
     declared: tuple[str, ...]
-    numbers: Sequence[int]
+    row_indices: Sequence[int]
     rows: Sequence[Row]
     errors: list[tuple[str, Any]]
 
@@ -62,7 +62,7 @@ class Draft(NamedTuple):
         """Yields the path, the index in `rows` and the plan of each array whose index
         in `rows` is in `chosen`.
         """
-        for i, path in zip(self.numbers, self.flat.paths, strict=True):
+        for i, path in zip(self.row_indices, self.flat.paths, strict=True):
             if i in chosen:
                 yield path, i, self.rows[i]
 
@@ -160,14 +160,15 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
     """Returns the path and the plan of each array that no rule covers, the largest
     array first.
     """
-    open_rows = set()
+    uncovered_rows = set()
     for i, row in enumerate(draft.rows):
+        # A scalar has no dimension to shard: it needs no rule.
         if row.rule is None and row.shape:
-            open_rows.add(i)
+            uncovered_rows.add(i)
     # Most drafts have none, and many leaves.
-    if not open_rows:
+    if not uncovered_rows:
         return []
-    leaves = [(path, row) for path, _, row in draft.arrays(open_rows)]
+    leaves = [(path, row) for path, _, row in draft.arrays(uncovered_rows)]
     return sorted(leaves, key=lambda leaf: -_whole_bytes(leaf[1]))
 
 
@@ -219,9 +220,12 @@ _BRACKETS = re.compile(r"\\?\['?([^'\]\\]+)'?\\?\]")
 def _near_rule(path: str, patterns: Sequence[str]) -> str:
     """The rule that is nearest to a path, as the end of a line; empty without rules."""
     for pattern in patterns:
-        words = _BRACKETS.sub(r"/\1", _DOTS.sub("/", pattern)).strip("/")
-        if words != pattern and words and words in path:
-            return f"; a path is joined by `/`: write {words!r} in place of {pattern!r}"
+        # The attributes and indices of `layers[0].w` as in a path, `layers/0/w`.
+        slashed = _BRACKETS.sub(r"/\1", _DOTS.sub("/", pattern)).strip("/")
+        if slashed != pattern and slashed and slashed in path:
+            return (
+                f"; a path is joined by `/`: write {slashed!r} in place of {pattern!r}"
+            )
     for pattern in difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
         return f"; the nearest rule is {pattern!r}"
     return ""
@@ -236,7 +240,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
     """Returns a dict from the index of a plan in `rows` to its logical names that have
-    no rule in `axes`.
+    no rule in `axes`. Plans whose names all have a rule are left out.
     """
     unknown_by_row = {}
     for i, row in enumerate(rows):
@@ -295,6 +299,8 @@ def absent_axes(draft: Draft) -> dict[str, str]:
         if axis not in draft.mesh.axis_names:
             users[axis] = f"the rule of {name!r}"
 
+    # By the index of a plan in `rows`, the axes of its path rule that the mesh lacks.
+    # Those of an array with logical names come from `axes` and are collected above.
     absent_by_row = {}
     for i, row in enumerate(draft.rows):
         if row.reasons and row.names is None:
@@ -441,8 +447,9 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array of the tree `flat`. The keys of `used`
-    are the indices of the rules that shard arrays.
+    """Yields the path rules that shard no array of the tree `flat`. `rules` has pairs
+    of a regex and a target. The keys of `used` are the indices of the rules that shard
+    arrays.
 
     Rules that are no mistake are left out: an `optional` rule, a last rule that matches
     all paths, and a rule that matches only leaves that are not arrays. If the tree has
@@ -480,6 +487,7 @@ def unused_rules(
                 regex, flat.paths, n=1, cutoff=0.0
             )
             yield Unused(number=number, nearest=nearest_path, arrays=(), deciders=())
+        # Only a regex that matches every path matches `_NO_PATHS`.
         elif arrays and not (is_last and all(map(search, _NO_PATHS))):
             deciders = tuple(dict.fromkeys(map(decider, arrays)))
             yield Unused(
@@ -536,8 +544,8 @@ def _first_empty(flat: Flat, regex: str) -> str | None:
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes or logical names in those reasons of the plan `row` that
-    have the code `code`.
+    """Returns the mesh axes in those reasons of the plan `row` that have the code
+    `code`; for `Code.unmatched`, the logical names.
     """
     axes: list[str] = []
     for why in row.reasons:

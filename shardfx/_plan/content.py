@@ -98,9 +98,10 @@ class Content:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the plan as its JSON text, its tree with a number at each leaf, the
-        order of the leaves in it, and its devices as pairs of a platform and an id
-        (`None` without devices), which `_unpickled` takes.
+        """Pickles the plan as the arguments of `_unpickled`: its JSON text; its tree,
+        with 0, 1, and so on at the leaves; for each leaf of this tree its index in the
+        plan's paths, `None` if the order is the same; and its devices as pairs of a
+        platform and an id, `None` without devices.
         """
         # The sentinels in an Equinox treedef do not survive pickling. Flattening the
         # unpickled tree makes new ones.
@@ -144,6 +145,9 @@ class Content:
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
+        """The plan of each array, in the order of the paths: its path, the fields of
+        its row, the bytes of the whole array and those of one shard.
+        """
         # By field name this takes 2.4 times as long, and a plan has thousands of leaves.
         return tuple(
             LeafPlan(path, *self.rows[i], *self.byte_counts[i])
@@ -156,6 +160,7 @@ class Content:
         """The arrays in the tree's order. Arrays of repeated layers that are planned
         alike are one group.
         """
+        # A key has the parts of a path between its numbers, and the index of a row.
         paths_by_key: dict[tuple[Any, ...], list[str]] = {}
         for path, row_number in self.paths_and_rows:
             if row_number >= 0:
@@ -185,12 +190,13 @@ class Content:
         """The bytes of all whole arrays, and the bytes of the shards that one device
         holds.
         """
-        counts = collections.Counter(self.index)
+        # How many arrays have the plan `rows[i]`, by `i`.
+        array_counts = collections.Counter(self.index)
         whole_bytes = 0
         shard_bytes = 0
         for i, (whole, shard) in enumerate(self.byte_counts):
-            whole_bytes += whole * counts[i]
-            shard_bytes += shard * counts[i]
+            whole_bytes += whole * array_counts[i]
+            shard_bytes += shard * array_counts[i]
         return whole_bytes, shard_bytes
 
     @ft.cached_property
@@ -302,9 +308,10 @@ def _unpickled(
     order: Sequence[int] | None,
     devices: list[tuple[str, int]] | None,
 ) -> Content:
-    """Returns the data of a plan from what `Content.__reduce__` gives: the JSON text,
-    the tree with a number at each leaf, the order of its leaves, and pairs of a
-    platform and an id for the devices; `None` without devices.
+    """Returns the data of a plan from what `Content.__reduce__` gives: the JSON text;
+    the tree, whose leaves do not count; `order`, for each leaf of the tree its index in
+    the plan's paths, `None` for the same order; and pairs of a platform and an id for
+    the devices, `None` without devices.
     """
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_of_ids(content.mesh, devices)
@@ -357,10 +364,12 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     index = []
     paths = []
     for name, content in contents.items():
+        # In the order of `jax.tree.leaves`, which the joined tree has too.
         for path, i in content.path_tree.in_order(list(content.paths_and_rows)):
             # The path of a tree that is one array is empty.
             joined_path = f"{name}/{path}" if path else name
             paths.append(joined_path)
+            # Negative numbers stand for leaves without a row.
             if i >= 0:
                 i += len(rows)
             index.append(i)

@@ -112,6 +112,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
     absent = (spec.unreduced | spec.reduced).difference(sizes)
     if absent:
         reasons.append(_absent(tuple(sorted(absent)), None))
+    # A spec without entries, from which `trimmed` takes the unreduced and reduced axes.
     reductions = with_reductions(
         (),
         spec.unreduced.intersection(sizes),
@@ -166,8 +167,10 @@ def free_axes(
     them; or they occur twice. The reasons name `dim` if it is known.
     """
     absent = tuple(axis for axis in axes if axis not in sizes)
-    taken = [axis for axis in axes if axis in sizes]
-    free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
+    present = [axis for axis in axes if axis in sizes]
+    free = tuple(dict.fromkeys(axis for axis in present if axis not in used))
+    # The axes in `used`, and the further occurrences of the others.
+    taken = list(present)
     for axis in free:
         taken.remove(axis)
     reasons = []
@@ -194,16 +197,19 @@ def dividing_axes(
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes.
     # Of two subsets with equal products, the first stays first whichever axes are added
     # to both: one candidate per product is enough.
-    best: dict[int, tuple[int, ...]] = {1: ()}
+    # By the product of a subset's sizes, the positions of its axes in `axes`.
+    subsets: dict[int, tuple[int, ...]] = {1: ()}
+    # Any subset comes before it.
+    last = (len(axes),)
     for position, axis in enumerate(axes):
         if sizes[axis] == 1:
             continue
-        for product, positions in list(best.items()):
+        for product, positions in list(subsets.items()):
             larger = product * sizes[axis]
-            candidate = (*positions, position)
-            if unit_count % larger == 0 and candidate < best.get(larger, (len(axes),)):
-                best[larger] = candidate
-    chosen = best[max(best)]
+            subset = (*positions, position)
+            if unit_count % larger == 0 and subset < subsets.get(larger, last):
+                subsets[larger] = subset
+    chosen = subsets[max(subsets)]
     dividing = []
     for position, axis in enumerate(axes):
         if sizes[axis] == 1 or position in chosen:

@@ -157,7 +157,7 @@ def follow(
     by_path = Matcher(paths)
     pairs = {"adapters": adapters, "scales": scales}
     bases = {what: matcher_of_bases(base_pairs) for what, base_pairs in pairs.items()}
-    state, refused = evaluated(init, plan, args)
+    state, why_not_propagated = evaluated(init, plan, args)
     flat = flatten(state)
     raise_repeated(flat)
     follower = _Follower(
@@ -167,7 +167,7 @@ def follow(
         bases=bases,
         axes=axis_rules,
         over=_axes_over(over, plan),
-        refused=refused,
+        why_not_propagated=why_not_propagated,
         adapters=adapters_by_base(bases["adapters"], flat),
         constants=ConstantPaths(
             init=init,
@@ -187,7 +187,7 @@ def follow(
         kinds=kinds,
         axes=axis_rules,
         declared=declared,
-        numbers=index,
+        row_indices=index,
         rows=rows,
         errors=[],
     )
@@ -233,10 +233,11 @@ def _planned(
 
 def _raise_unused(follower: "_Follower", flat: Flat, kinds: Matcher) -> None:
     """Raises `RuleError` if a rule shards no array of `flat`, the result of `init`."""
+    # `None` for the leaves that follow no planned array: path rules are for these.
     followed: list[str | None] = list(flat.paths)
-    for number, path in enumerate(flat.paths):
-        if path in follower.open:
-            followed[number] = None
+    for position, path in enumerate(flat.paths):
+        if path in follower.paths_of_others:
+            followed[position] = None
     raise_unused("rule", follower.paths, flat, followed, "what they follow")
     for what, matcher in {**follower.bases, "memory_kinds": kinds}.items():
         raise_unused(f"`{what}` entry", matcher, flat)
@@ -269,10 +270,11 @@ class _Follower:
 
     - `bases`: for "adapters" and "scales", the regexes and replacements that make the
       path of the base array.
-    - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
+    - `why_not_propagated`: why JAX cannot propagate shardings through `init`, as text;
+      "" if it can.
     - `adapters`: the shapes of the adapters of each base, by the base's path.
     - `constants`: the paths of the constants that `init` returns.
-    - `open`: the paths of arrays that follow no planned array.
+    - `paths_of_others`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
     - `strict`: if the plan is strict, the path and the plan of each array, to be
       checked. These plans lack the axes of `over`, because these may be dropped even
@@ -285,10 +287,10 @@ class _Follower:
     bases: dict[str, Matcher]
     axes: AxisRules | None
     over: Strategy | None
-    refused: str
+    why_not_propagated: str
     adapters: dict[str, list[tuple[int, ...]]]
     constants: ConstantPaths
-    open: dict[str, None] = dataclasses.field(default_factory=dict)
+    paths_of_others: dict[str, None] = dataclasses.field(default_factory=dict)
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
 
@@ -321,28 +323,29 @@ class _Follower:
         array that it follows, or by a path rule. Otherwise it is replicated, with a
         reason.
 
-        Arrays that follow no planned array are added to `open`. Raises `RuleError` and
-        `SpecError` for rules that cannot be applied.
+        Arrays that follow no planned array are added to `paths_of_others`. Raises
+        `RuleError` and `SpecError` for rules that cannot be applied.
         """
         shape = tuple(leaf.shape)
         for what, matcher in self.bases.items():
-            number = matcher.first(path)
-            if number is not None and shape:
-                entry = f"{what}[{number}]"
-                base = self.base(entry, matcher, number, path)
+            rule_index = matcher.first(path)
+            if rule_index is not None and shape:
+                entry = f"{what}[{rule_index}]"
+                base = self.base(entry, matcher, rule_index, path)
                 partners = None if what == "scales" else self.partners(base.path, shape)
                 return request_from_base(entry, base, shape, partners)
         if not shape:
-            self.paths.first(path)  # a rule for scalars alone is in use, too
+            # Marks the rule as used, also one for scalars alone.
+            self.paths.first(path)
             return NOTHING._replace(reasons=(nothing_to_shard(shape),))
         request = _request_from_source(path, leaf, self.plan)
         if request is not None:
             return request
-        self.open[path] = None
-        number = self.paths.first(path)
-        if number is not None:
-            target = self.paths.rules[number][1]
-            rule = self.paths.text(number)
+        self.paths_of_others[path] = None
+        rule_index = self.paths.first(path)
+        if rule_index is not None:
+            _, target = self.paths.rules[rule_index]
+            rule = self.paths.text(rule_index)
             return request_of_target(
                 target, path, leaf, rule, self.axes, self.plan.mode
             )
@@ -351,13 +354,14 @@ class _Follower:
         if self.is_constant(path, leaf):
             reason = reason_for(Code.scalar, None, what="a constant of `init`")
             return NOTHING._replace(reasons=(reason,))
+        # The axes of `over` are added next: the array has a request.
         if self.over is not None:
             return NOTHING
         why = ""
-        if self.refused:
+        if self.why_not_propagated:
             why = (
                 " by its path, and JAX cannot follow shardings through `init`:"
-                f" {self.refused}"
+                f" {self.why_not_propagated}"
             )
         what = (
             f"the array (it follows no planned one{why}; rules for such arrays go into"
@@ -365,12 +369,18 @@ class _Follower:
         )
         return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
-    def base(self, entry: str, matcher: Matcher, number: int, path: str) -> LeafPlan:
+    def base(
+        self,
+        entry: str,
+        matcher: Matcher,
+        rule_index: int,
+        path: str,
+    ) -> LeafPlan:
         """Returns the planned array to which the array at `path` belongs by the rule
-        `number` of `matcher`. `entry` names the rule in messages.
+        of `matcher` with the index `rule_index`. `entry` names the rule in messages.
         """
         planned = self.plan.content.by_path
-        path_of_base = base_path(matcher, number, path)
+        path_of_base = base_path(matcher, rule_index, path)
         base = planned.get(path_of_base)
         if base is None:
             raise RuleError(

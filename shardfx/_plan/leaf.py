@@ -140,13 +140,13 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
-def memory_kind_at(kinds: Matcher, number: int | None) -> str | None:
-    """Returns the memory kind of the rule `number` of `kinds`, the result of
-    `kinds_matcher`; `None` for no rule.
+def memory_kind_at(kinds: Matcher, rule_index: int | None) -> str | None:
+    """Returns the memory kind of the rule with the index `rule_index` of `kinds`, the
+    result of `kinds_matcher`; `None` for no rule.
     """
-    if number is None:
+    if rule_index is None:
         return None
-    _, (kind,) = kinds.rules[number]
+    _, (kind,) = kinds.rules[rule_index]
     return kind
 
 
@@ -250,6 +250,7 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
     by the name of their class. `seen` maps treedefs of subtrees to their JSON values,
     so that equal subtrees share one value.
     """
+    # A node's class and its metadata, which are the keys of a dict; `None` for a leaf.
     data = treedef.node_data()
     if data is None:
         if treedef.num_leaves:
@@ -257,10 +258,10 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
         return None
     # Layers and experts repeat: equal subtrees share one value.
     if treedef not in seen:
-        kind, aux = data
+        kind, metadata = data
         children = [_encode_structure(child, seen) for child in treedef.children()]
         if kind is dict:
-            keys = map(_encode_key, aux)
+            keys = map(_encode_key, metadata)
             members = [list(member) for member in zip(keys, children, strict=True)]
             seen[treedef] = {"dict": members}
         elif kind is list or kind is tuple:

@@ -24,7 +24,8 @@ def shaped_like(content: Content, like: object) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
     if flat.paths == content.path_tree.paths:
-        # The structure that was read from JSON stays, so that the digest stays.
+        # The structure that was read from JSON stays, so that the digest stays. The
+        # paths have the order of the leaves of `like`.
         path_tree = dataclasses.replace(
             content.path_tree,
             treedef=flat.treedef,

@@ -35,8 +35,8 @@ def _is_names(node: Any) -> bool:
 
 
 def _is_name(entry: object) -> bool:
-    """Whether `entry` may stand for one dimension in the names of an array: a name, a
-    tuple of names, `None`, UNCONSTRAINED or `...`.
+    """Whether `entry` may stand for one dimension in the names of an array: a name,
+    with or without a unit (`Atomic`), a tuple of names, `None`, UNCONSTRAINED or `...`.
     """
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
@@ -283,6 +283,7 @@ def raise_tied(tree: object, flat: Flat) -> None:
     """
     first: dict[int, str] = {}
     for path, kind, box in _boxes(tree, flat):
+        # Layers may share scalars, such as the counter of a random stream.
         if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):
             other = first.setdefault(id(box), path)
             if other != path:

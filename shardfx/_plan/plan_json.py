@@ -127,6 +127,8 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
         raise PlanFormatError(
             "`leaves` must hold pairs of a path and the number of a row"
         )
+    # The index in `paths` of each leaf of the tree. JAX sorts the keys of dicts, and
+    # the JSON need not have them in this order.
     order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
         raise PlanFormatError(
@@ -291,6 +293,10 @@ def encode_reason(reason: Reason) -> object:
 
 
 def decode_reason(data: Any) -> Reason:
+    """The reason from a list [code, dimension, axes, message], in which the code is the
+    name of a `Code`, and the dimension is null if it is not known. Raises
+    `PlanFormatError` for values of other types.
+    """
     code, dim, axes, message = data
     is_valid_dim = _fits(dim, (int, None))
     if not is_valid_dim or not _fits(axes, [str]) or not isinstance(message, str):
@@ -453,6 +459,9 @@ def encode_row(row: Row) -> dict[str, Any]:
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
     """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must
     be valid on `mesh`. `number` is the plan's index in the JSON, for messages.
+
+    `_ROW` has, by the name of each field of a `Row`, which JSON values are valid for it
+    and how they are decoded.
     """
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:

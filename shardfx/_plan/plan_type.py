@@ -44,7 +44,9 @@ class PlanType(ToldType):
 
 
 def array_of_plan(plan: Any, name: str) -> str:
-    """What to write for an array that was asked for as an attribute."""
+    """What to write in place of `plan.NAME` for the array, or the arrays, below the
+    path `name`: "`plan["w"]`" for "w". Empty if the plan has no such path.
+    """
     # A plan that is being unpickled has no content yet.
     content = vars(plan).get("content")
     if content is None:

@@ -189,7 +189,7 @@ def plan(
         raise_unused("`memory_kinds` entry", draft.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     path_tree = PathTree(flat.paths, flat.treedef)
-    index = with_numbers(draft.numbers, flat)
+    index = with_numbers(draft.row_indices, flat)
     content = Content(
         mesh=draft.mesh,
         jax_mesh=jax_mesh,
@@ -291,29 +291,31 @@ def drafted(
         paths=by_path,
         kinds=kinds,
     )
-    number_by_key: dict[object, int] = {None: NO_ARRAY}
-    index = []
+    # The index in `planner.rows` of the plan of the leaves with a key.
+    row_index_by_key: dict[object, int] = {None: NO_ARRAY}
+    row_indices = []
     errors = []
+    # Paths with 0 for every digit, unless a rule distinguishes digits: layers share keys.
     paths_of_leaves = flat.templates
     if by_path.needs_paths or kinds.needs_paths:
         paths_of_leaves = flat.paths
     for key in _keys(paths_of_leaves, flat, leaf_names):
-        number = number_by_key.get(key)
-        if number is None:
-            position = len(index)
+        row_index = row_index_by_key.get(key)
+        if row_index is None:
+            position = len(row_indices)
             try:
-                number = planner.number(
+                row_index = planner.row_index(
                     flat.paths[position],
                     flat.leaves[position],
                     leaf_names[position],
                     flat.stacked[position],
                 )
             except (SpecError, RuleError, LeafTypeError) as error:
-                # As `Draft.numbers` marks an array with an error.
-                number = -2 - len(errors)
+                # As `Draft.row_indices` marks an array with an error.
+                row_index = -2 - len(errors)
                 errors.append((flat.paths[position], error))
-            number_by_key[key] = number
-        index.append(number)
+            row_index_by_key[key] = row_index
+        row_indices.append(row_index)
     declared = by_path.declared
     if axes is not None:
         declared = (*declared, *axes.mesh_axes)
@@ -324,7 +326,7 @@ def drafted(
         kinds=kinds,
         axes=axes,
         declared=declared,
-        numbers=index,
+        row_indices=row_indices,
         rows=planner.rows,
         errors=errors,
     )
@@ -357,12 +359,16 @@ class _SharedRequest:
 
     @ft.cached_property
     def even(self) -> _Even:
-        """The decision for arrays whose sizes the mesh axes divide."""
+        """The decision for arrays whose sizes the mesh axes divide. Its `divisors` have
+        for each dimension the number of shards times the unit, the elements that no
+        shard may split.
+        """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
         decision = corrected(self.request.spec, leaf, self.mesh)
-        counts = shard_counts(decision.spec, self.rank, self.mesh.sizes)
-        return _Even(decision, tuple(map(operator.mul, counts, leaf.units)))
+        shards = shard_counts(decision.spec, self.rank, self.mesh.sizes)
+        divisors = tuple(map(operator.mul, shards, leaf.units))
+        return _Even(decision=decision, divisors=divisors)
 
     def row(
         self,
@@ -371,9 +377,11 @@ class _SharedRequest:
         memory_kind: str | None,
     ) -> Row:
         """Returns the plan of an array of this shape, dtype and memory (`None` for the
-        device's default). It is computed anew where a mesh axis may not divide a size.
+        device's default). It is computed anew where a mesh axis may not divide a size,
+        or where more than this decides, such as `min_bytes`.
         """
         request = self.request
+        # The remainders are those of the sizes by their divisors.
         if not self.by_size_alone or any(map(operator.mod, shape, self.even.divisors)):
             return row_of(request, shape, dtype, self.mesh, memory_kind)
         decision = self.even.decision
@@ -397,9 +405,9 @@ class _Planner:
     """The arguments of one call of `plan`, and the requests and plans of the arrays
     that it has planned so far.
 
-    `paths` and `kinds` are rules from paths to shardings, and to memory kinds. `shared`
-    has the requests by rule or names. `numbers` has the indices of the plans in `rows`,
-    by rule or names, memory kind, shape and dtype.
+    `paths` and `kinds` are rules from paths to shardings, and to memory kinds.
+    `shared_requests` has the requests by rule or names. `row_indices` has the indices
+    of the plans in `rows`, by rule or names, memory kind, shape and dtype.
     """
 
     mesh: Axes
@@ -407,41 +415,43 @@ class _Planner:
     mode: str | None
     paths: Matcher
     kinds: Matcher
-    shared: dict[Any, _SharedRequest] = dataclasses.field(default_factory=dict)
-    numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
+    shared_requests: dict[Any, _SharedRequest] = dataclasses.field(default_factory=dict)
+    row_indices: dict[Any, int] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
 
-    def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
+    def row_index(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """Returns the index in `rows` of the plan of the array `leaf` at `path`.
 
         The array is planned unless an earlier array has the same rule or names, shape,
         dtype and memory kind. `names` are its logical names; `None` for path rules. The
         first `stacked` dimensions of `leaf` index stacked layers.
         """
+        # The indices of the first rule for its memory kind, and for its sharding.
         kind_rule = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
         shape = tuple(leaf.shape)
         dtype = _dtype(leaf)
         # A target that is a function may give each array another spec.
-        is_function = rule is not None and self.paths.called[rule]
+        is_function = rule is not None and self.paths.has_function[rule]
         called_with = (path, shape, dtype) if is_function else None
         request_key = (rule, names, len(shape), stacked, called_with)
         row_key = (request_key, kind_rule, shape, dtype)
-        number = self.numbers.get(row_key)
-        if number is not None:
-            return number
+        row_index = self.row_indices.get(row_key)
+        if row_index is not None:
+            return row_index
 
         memory_kind = memory_kind_at(self.kinds, kind_rule)
-        shared = self.shared.get(request_key)
+        shared = self.shared_requests.get(request_key)
         if shared is None:
             request = self.request(path, leaf, names, rule, stacked)
             row = row_of(request, shape, dtype, self.mesh, memory_kind)
-            self.shared[request_key] = _SharedRequest(request, len(shape), self.mesh)
+            new_shared = _SharedRequest(request, len(shape), self.mesh)
+            self.shared_requests[request_key] = new_shared
         else:
             row = shared.row(shape, dtype, memory_kind)
-        self.numbers[row_key] = len(self.rows)
+        self.row_indices[row_key] = len(self.rows)
         self.rows.append(row)
-        return self.numbers[row_key]
+        return self.row_indices[row_key]
 
     def request(
         self,
@@ -481,7 +491,8 @@ def _keys(
     a leaf that is no array.
 
     Leaves with equal keys are planned once. `paths` has the paths of the leaves, with
-    every digit replaced by 0 if no rule can distinguish digits.
+    every digit replaced by 0 if no rule can distinguish digits. `flat.stacked` has how
+    many first dimensions of a leaf index stacked layers.
     """
     if all(flat.is_array):
         shapes = [leaf.shape for leaf in flat.leaves]

@@ -25,7 +25,8 @@ FUSED = {**dict.fromkeys(_OF_THREE.split(), 3), **dict.fromkeys(_OF_TWO.split(),
 
 def fused_dimension(part: str, suffix: str, shape: tuple[int, ...]) -> int | None:
     """The dimension with the heads of an array that holds several projections in one;
-    `None` if it is not known.
+    `None` if it is not known. `part` is the part of the array's path that names the
+    projections, such as "qkv_proj"; `suffix` is the path after it, such as "weight".
 
     It is the last one for a bias or a path that ends in "kernel", and in GPT-2's layers,
     whose weights are `[in, out]`; the last but one for another "weight"; else the larger
@@ -54,10 +55,10 @@ def head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None
     """The dimension that contains the heads in the projections of queries, keys and
     values; `None` if it is not known.
 
-    It is the one in which the `shapes` of the projections differ. If they are equal, it
-    is the last one for a bias or a path that ends in "kernel" or "bias", and the last
-    but one for "weight". `suffix` is the end of the path, after the name of the
-    projection.
+    `shapes` has the shape of each projection, and `suffix` is the end of their paths
+    after the name of the projection, such as "kernel". The dimension is the one in
+    which the shapes differ. If they are equal, it is the last one for a bias or a path
+    that ends in "kernel" or "bias", and the last but one for "weight".
     """
     if len(shapes) < 2 or len(set(map(len, shapes))) != 1 or not shapes[0]:
         return None

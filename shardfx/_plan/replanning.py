@@ -207,7 +207,8 @@ def _sub_axis_sizes(
     saved_by_size: Mapping[int, int],
 ) -> list[int]:
     """The sizes of the sub-axes into which an axis of `size` devices over `slices`
-    slices is split.
+    slices is split. `saved_by_size` maps the size of a sub-axis that arrays can use to
+    the bytes that it saves on each device.
     """
     # Divisors of `size`, each dividing the next. The ratio of two neighbours is the
     # size of a sub-axis.
@@ -218,10 +219,10 @@ def _sub_axis_sizes(
     for part in most_saved_first:
         # A size that is incompatible with the chain is reduced to its largest divisor
         # that fits. A sub-axis must lie within one slice or consist of whole slices.
-        largest = part
-        while part % largest or not _divide(largest, [slices, *chain]):
-            largest -= 1
-        chain = sorted({*chain, largest})
+        divisor = part
+        while part % divisor or not _divides_or_is_divided(divisor, [slices, *chain]):
+            divisor -= 1
+        chain = sorted({*chain, divisor})
     return [large // small for small, large in itertools.pairwise(chain)]
 
 
@@ -235,7 +236,7 @@ def _sub_axis_names(axis: str, count: int, used: Sequence[str]) -> tuple[str, ..
         stem += "_"
 
 
-def _divide(number: int, others: Iterable[int]) -> bool:
+def _divides_or_is_divided(number: int, others: Iterable[int]) -> bool:
     """Whether of `number` and each of the others one divides the other."""
     for other in others:
         if number % other and other % number:

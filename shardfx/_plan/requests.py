@@ -67,6 +67,7 @@ def request_of_target(
     names in the target. No strategy may shard the first `stacked` dimensions, which
     index stacked layers.
     """
+    # A spec, logical names, a callable or a strategy; then the strategies after `|`.
     first, *steps = steps_of(bare(target))
     if is_callable(target):
         first = _called(first, path, leaf, rule)

@@ -452,10 +452,10 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             )
         (pattern,) = compiled(PathRules([(regex, None)]))
         index = []
-        for path, row in self.content.paths_and_rows:
-            if row >= 0 and pattern.search(path) is None:
-                row = LEFT_OUT
-            index.append(row)
+        for path, row_number in self.content.paths_and_rows:
+            if row_number >= 0 and pattern.search(path) is None:
+                row_number = LEFT_OUT
+            index.append(row_number)
         if max(index, default=NO_ARRAY) < 0:
             raise RuleError(
                 f"`select({regex!r})` matches no path of the plan; paths look like"

@@ -190,7 +190,9 @@ class ConstantPaths:
 
     @ft.cached_property
     def found(self) -> frozenset[str]:
-        """The paths; none if the program has other results than the arrays of `flat`."""
+        """The paths of the arrays in `flat`, the result of `init`, that are constants
+        of its program; none if the program has other results than these arrays.
+        """
         # A second trace is worth it only for the text of a reason.
         structs = _structs(self.args, None, _ABSENT)
         jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr

@@ -400,10 +400,10 @@ class Matcher:
         self.declared = rules.mesh_axes
         self.patterns = compiled(rules)
         # For each rule, whether its target is a function of the path and the leaf.
-        self.called = [is_callable(target) for _, target in rules.rules]
+        self.has_function = [is_callable(target) for _, target in rules.rules]
 
         is_blind = all(is_digit_blind(regex) for regex, _ in rules.rules)
-        self.needs_paths = any(self.called) or not is_blind
+        self.needs_paths = any(self.has_function) or not is_blind
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:

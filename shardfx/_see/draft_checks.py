@@ -36,7 +36,7 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """
     flat = subject.flat
     groups: dict[object, list[int]] = {}
-    for position, number in enumerate(draft.numbers):
+    for position, number in enumerate(draft.row_indices):
         # -2 is the first error of the draft, -3 the second.
         if number <= -2:
             error = str(draft.errors[-2 - number][1])
@@ -48,7 +48,7 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
         paths = [flat.paths[position] for position in positions]
         leaves = [flat.leaves[position] for position in positions]
         size = sum(subject.lost(tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-        error = str(draft.errors[-2 - draft.numbers[first]][1])
+        error = str(draft.errors[-2 - draft.row_indices[first]][1])
         leaf_names = subject.leaf_names[first]
         if leaf_names is None:
             fix = subject.rule_fix(paths, subject.target_for(tuple(leaves[0].shape)))

@@ -156,7 +156,7 @@ def lint(
         axes=axes,
         mode=mode,
         rows=draft.rows,
-        index=[max(number, -1) for number in draft.numbers],
+        index=[max(number, -1) for number in draft.row_indices],
         path_tree=PathTree(flat.paths, flat.treedef),
     )
     subject = Subject(
