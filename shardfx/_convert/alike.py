@@ -32,9 +32,9 @@ def rows_of_alike(
     shape: tuple[int, ...],
     boxes: Sequence[Box],
 ) -> Iterator[RowsInBox]:
-    """Yields the small arrays that lie in each box of a larger array. A small array is
-    left out if it is not whole in one box, or if its elements are in another order
-    there.
+    """Yields, for each box of a larger array, the small arrays that lie whole in it and
+    the position of each in the box's row-major memory, in elements. A small array is
+    left out if it is in several boxes, or if its elements are in another order there.
 
     **Arguments:**
 
@@ -48,8 +48,9 @@ def rows_of_alike(
     rank = len(first.target)
     small_shape = box_shape(hull(first))
     ends = positions + np.array(small_shape, np.int64)
-    # The number of boxes that have a part of each small array.
-    owners = np.zeros(len(positions), int)
+    # For each small array, the number of boxes that have a part of it.
+    box_counts = np.zeros(len(positions), int)
+    # For each box, whether each small array is inside.
     is_inside = []
     for box in boxes:
         intervals = np.array(box, np.int64)
@@ -57,22 +58,23 @@ def rows_of_alike(
         starts = bounds[:, 0]
         stops = bounds[:, 1]
         overlaps = (positions < stops) & (ends > starts)
-        owners += overlaps.all(-1)
+        box_counts += overlaps.all(-1)
         fits = (positions >= starts) & (ends <= stops)
         is_inside.append(fits.all(-1))
 
     for number, box in enumerate(boxes):
-        is_whole_here = is_inside[number] & (owners == 1)
+        is_whole_here = is_inside[number] & (box_counts == 1)
         numbers = np.flatnonzero(is_whole_here)
         if not len(numbers):
             continue
-        first_element = np.array(box_start(box), np.int64)
-        target_start = np.array(first.target, np.int64)
-        distance = (first_element - target_start).tolist()
+        start = np.array(box_start(box), np.int64)
+        distance = (start - np.array(first.target, np.int64)).tolist()
+        # All pieces write in the same order: the first one, moved to the box's start,
+        # shows it.
         if not _is_in_order(shifted(first, distance), box, shape):
             continue
         strides = np.array(strides_of(box_shape(box)), np.int64)
-        offsets = (positions[numbers] - first_element) @ strides
+        offsets = (positions[numbers] - start) @ strides
         yield RowsInBox(box_number=number, numbers=numbers, offsets=offsets)
 
 
@@ -80,11 +82,12 @@ def _is_in_order(piece: Piece, box: Box, shape: tuple[int, ...]) -> bool:
     """Whether a piece at the start of `box` writes an array of shape `shape` without
     gaps, its elements in their own order.
     """
-    boxes = list(strided_boxes(piece, box))
-    if len(boxes) != 1 or boxes[0].source != whole_box(shape):
+    # The parts of the small array that are one strided copy into the box's memory.
+    parts = list(strided_boxes(piece, box))
+    if len(parts) != 1 or parts[0].source != whole_box(shape):
         return False
     row_major = strides_of(shape)
-    for size, stride, expected in zip(shape, boxes[0].strides, row_major, strict=True):
+    for size, stride, expected in zip(shape, parts[0].strides, row_major, strict=True):
         if size != 1 and stride != expected:
             return False
     return True

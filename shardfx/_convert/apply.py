@@ -56,6 +56,7 @@ def on_arrays(xp: Any, op: str, operands: Sequence[Any], *args: Any) -> Any:
         case "transpose", *order:
             return xp.transpose(array, order or None)
         case "reshape" | "split" | "merge", *_:
+            # The operation on shapes alone gives the new shape.
             reshaped = on_shapes(op, [leaf_made("", array)], *args)
             return array.reshape(reshaped.shape)
         case "stacked", dim:
@@ -136,14 +137,16 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     structs = structs_of(arrays, arrays.values())
     leaves = bound_with(numbers, steps, structs, target)
 
-    # The rules find a number as an array of rank 0, whatever its value.
+    # The rules find a number as an array of rank 0, whatever its value. `kinds` has its
+    # type by its path.
     arrays |= {path: np.zeros((), kind) for path, kind in numbers.kinds}
     if any(step.inverted for step in steps):
         assemble = _assembled_in_jax if _is_in_jax(arrays) else _assembled
         results = {path: assemble(leaf, arrays) for path, leaf in leaves.items()}
     else:
         results = _by_rules(steps, arrays, leaves, numbers_by_path)
-    results |= {path: numbers_by_path[route] for path, route in numbers.routes}
+    # The numbers are copied as they are: pairs of a path of the target and the source.
+    results |= {path: numbers_by_path[source] for path, source in numbers.routes}
     if like is None:
         return results
     like_flat = flatten(like)
@@ -181,7 +184,8 @@ def _by_rules(
             else bound_steps([step], structs, may_be_unused=may_be_unused)
         )
         results = {}
-        for path, rule, binding in matched_rules(step, structs, target, []):
+        # Problems were raised when the map was bound.
+        for path, rule, binding in matched_rules(step, structs, target, problems=[]):
             array = evaluated(rule, binding, leaves, leaves.__getitem__, run)
             if array.dtype != target[path].dtype:
                 array = cast_array(array, target[path].dtype)
@@ -235,27 +239,33 @@ def _filled_array(
 ) -> jax.Array:
     """An array that pieces fill, copied with JAX piece by piece. `arrays` are the
     source arrays by path.
+
+    From the smallest box of the source around the elements of a piece, the copy takes
+    these elements, with one dimension per loop of the piece; it then writes them into
+    the smallest box of the target.
     """
     array = jnp.zeros(shape, dtype)
     for piece in pieces:
-        strides = strided_copy(piece)
-        source = box_slices(hull(swapped(piece)))
-        values = _scaled_source(piece, arrays)[source]
-        values = gathered(values, strides.source)
+        copy = strided_copy(piece)
+        source_box = box_slices(hull(swapped(piece)))
+        values = _scaled_source(piece, arrays)[source_box]
+        values = gathered(values, copy.source)
         if piece.value.path is not None:
             for operation in piece.value.casts:
                 values = changed(values, operation)
-        new = transposed(values, strides).astype(dtype)
+        new_elements = transposed(values, copy).astype(dtype)
 
-        target = box_slices(hull(piece))
-        filled = scattered(array[target], strides.target, new, 0)
+        target_box = box_slices(hull(piece))
+        filled = scattered(array[target_box], copy.target, new_elements, 0)
         is_whole = len(pieces) == 1 and filled.shape == shape
-        array = filled if is_whole else array.at[target].set(filled)
+        array = filled if is_whole else array.at[target_box].set(filled)
     return array
 
 
 def _scaled_source(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
-    """The source of a piece, multiplied by its scales."""
+    """The whole source array of a piece, multiplied by its scales; for a piece without
+    a source array, its constant. `arrays` has the source arrays by path.
+    """
     if piece.value.path is None:
         return jnp.asarray(constant(piece))
     values = arrays[piece.value.path]
@@ -295,22 +305,27 @@ class StridedCopy(NamedTuple):
 
 
 def strided_copy(piece: Piece) -> StridedCopy:
-    """The strided copy that a piece makes."""
-    sources = _box_factors(swapped(piece))
-    targets = _box_factors(piece)
-    # A factor is the same loop on both sides, with source and target exchanged.
-    numbers = {}
-    for number, factor in enumerate(it.chain.from_iterable(sources)):
-        numbers[factor.target_dim, factor.target_step] = number
+    """The strided copy that a piece makes: the loops along each dimension of its box of
+    the source and of the target, and which loop of the source each of the target is.
+    """
+    turned = swapped(piece)
+    # For each dimension of the source and of the target, the loops along it. In a
+    # swapped piece, the fields `target_dim` and `target_step` are about the source.
+    source_factors = _box_factors(turned)
+    target_factors = _box_factors(piece)
+    # The number of a loop of the source, by its dimension and step there.
+    loop_numbers = {}
+    for number, factor in enumerate(it.chain.from_iterable(source_factors)):
+        loop_numbers[factor.target_dim, factor.target_step] = number
     order = []
-    for factor in it.chain.from_iterable(targets):
+    for factor in it.chain.from_iterable(target_factors):
         if factor.source_dim == NOWHERE:
             order.append(NOWHERE)
         else:
-            order.append(numbers[factor.source_dim, factor.source_step])
+            order.append(loop_numbers[factor.source_dim, factor.source_step])
     return StridedCopy(
-        source=_sizes_and_loops(hull(swapped(piece)), sources),
-        target=_sizes_and_loops(hull(piece), targets),
+        source=_sizes_and_loops(hull(turned), source_factors),
+        target=_sizes_and_loops(hull(piece), target_factors),
         order=tuple(order),
         casts=tuple(piece.value.casts),
     )
@@ -336,7 +351,8 @@ def _sizes_and_loops(
 
 def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
     """Whether the factors along a dimension of size `size` reach every element, in
-    order.
+    order. A factor is a loop, as its count of iterations and its step in elements; the
+    longest step is first.
 
     For size 6, ((2, 3), (3, 1)) do, and ((3, 2),) does not.
     """
@@ -352,7 +368,9 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     """A strided gather: the elements of `x` that the factors reach, as an array with
     one dimension per factor.
 
-    A factor of size 3 with step 2 reaches the elements 0, 2 and 4.
+    `factors` has for each dimension of `x` its size, and its factors as pairs of a
+    count and a step, the longest step first. The factor (3, 2) reaches the elements 0,
+    2 and 4.
     """
     axis = 0
     for size, factors_of_dim in factors:
@@ -365,8 +383,10 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
         for count, step in factors_of_dim:
             x = _in_rows(x, axis, count, step)
             axis += 1
-            inner = _span_below(factors_of_dim, step)
-            x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
+            # What the inner loops need of each row.
+            inner_size = _span_below(factors_of_dim, step)
+            x = jax.lax.slice_in_dim(x, 0, inner_size, axis=axis)
+        # Without the dimension of size 1 that remains behind the last loop.
         x = x.reshape(_resized(x.shape, axis))
     return x
 
@@ -402,15 +422,17 @@ def transposed(array: jax.Array, copy: StridedCopy) -> jax.Array:
     It is broadcast along factors that repeat the source.
     """
     counts = [count for _, factors in copy.target for count, _ in factors]
+    # The dimensions of `array` in the target's order, and its shape with a dimension of
+    # size 1 for each factor that repeats the source.
+    source_dims = []
     shape = []
-    in_source = []
-    for number, count in zip(copy.order, counts, strict=True):
-        if number == NOWHERE:
+    for source_dim, count in zip(copy.order, counts, strict=True):
+        if source_dim == NOWHERE:
             shape.append(1)
         else:
             shape.append(count)
-            in_source.append(number)
-    in_order = array.transpose(in_source).reshape(shape)
+            source_dims.append(source_dim)
+    in_order = array.transpose(source_dims).reshape(shape)
     return jnp.broadcast_to(in_order, counts)
 
 

@@ -49,7 +49,9 @@ def arguments_of(op: str, argument_count: int) -> list[tuple[str, str]]:
     with `argument_count` arguments.
 
     A positional argument has the name "". The kind is a key of `_KINDS`, which checks
-    the argument.
+    the argument. In a signature such as "int dim:int value:number", a word is a kind
+    with or without a name; the last one may end in "*", so that it is repeated as often
+    as there are arguments, or in "?", so that it may be left out.
     """
     words = SIGNATURES[op][1].split()
     last = words[-1]

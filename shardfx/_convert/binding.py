@@ -31,13 +31,14 @@ def bound_steps(
     target: Mapping[str, Struct] | None = None,
     may_be_unused: Collection[str] = (),
 ) -> Mapping[str, Made]:
-    """The leaves that a map makes, in the target's order. Raises `MapError` with all
-    problems of the map. The leaves `may_be_unused` of the source need not be used.
+    """The leaves that a map makes by path, in the target's order, each with the pieces
+    that copy it from leaves of `source`. Raises `MapError` with all problems of the
+    map. The leaves `may_be_unused` of the source need not be used.
     """
     first, *others = steps
     first_target, *other_targets = _targets(steps, target)
-    # The leaves after each step: as it makes them of the leaves before, and of those of
-    # the source.
+    # The leaves that a step makes: with the pieces that copy them from the leaves
+    # before it, and with those that copy them from the map's source.
     leaves = _leaves_of_step(first, source, first_target, may_be_unused)
     leaves_from_source = leaves
     for step, step_target in zip(others, other_targets, strict=True):
@@ -110,9 +111,10 @@ def _leaves_forward(
     leaves: dict[str, Made] = {}
     used: dict[str, None] = dict.fromkeys(may_be_unused)
     of_failed_rules: list[Pattern] = []
-    leaf_of = LeavesMade(source, used)
+    # Notes in `used` the leaves of the source that the rules ask for.
+    leaves_made = LeavesMade(source, used)
     # By identity: the hash of an expression is that of all its operands.
-    entry_rules = {id(rule): EntryRule(rule, leaf_of) for _, rule in step.rules}
+    entry_rules = {id(rule): EntryRule(rule, leaves_made) for _, rule in step.rules}
     for path, rule, binding in matched_rules(step, source, target, problems):
         try:
             leaf = entry_rules[id(rule)].made(binding)
@@ -151,7 +153,8 @@ def _odd_sizes(
     left_out: Sequence[Pattern],
 ) -> Iterator[Problem]:
     """Yields a problem for each leaf whose shape is not that of its layout, unless its
-    path matches one of `left_out`.
+    path matches one of `left_out`. The `layout` has for path patterns the sizes of the
+    leaves, and how many values their placeholders have.
     """
     if not layout:
         return
@@ -173,7 +176,8 @@ def _is_matched(path: str, patterns: Sequence[Pattern]) -> bool:
 
 def _odd_count(named: NamedSizes, binding: Binding) -> str:
     """What is wrong with the number of a leaf, the value of a placeholder, if the
-    layout has fewer; else "".
+    layout has fewer; else "". `binding` has the values of the placeholders in the
+    leaf's path, and `named.counts` the number of values of each in the layout.
     """
     for name, count in named.counts:
         value = binding.get(name)
@@ -311,7 +315,8 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
     """Yields each placeholder that a `stack` operation without a count iterates over,
     and the first path that has it.
 
-    For `From("layers/{i}/w").stack("i")`: ("i", "layers/{i}/w").
+    For `From("layers/{i}/w").stack("i")`: ("i", "layers/{i}/w"). The arguments of
+    `stack` are the placeholder, the dimension, and the count if there is one.
     """
     if rule.op == "stack" and len(rule.args) == 2:
         text = counted_leaf(rule)

@@ -42,6 +42,9 @@ class AlikePieces(Sequence[Piece]):
     def __getitem__(self, number: slice) -> Sequence[Piece]: ...
 
     def __getitem__(self, number: int | slice) -> Piece | Sequence[Piece]:
+        """The piece with a number, or the pieces of a slice. A piece is the first one
+        with its own path, its position in the source and its position in the target.
+        """
         if isinstance(number, slice):
             return AlikePieces(
                 first=self.first,
@@ -57,6 +60,10 @@ class AlikePieces(Sequence[Piece]):
         )
 
     def __iter__(self) -> Iterator[Piece]:
+        """Yields the pieces: the first one, each time with its own path, position in
+        the source and position in the target.
+        """
+        # The fields of a `Value`: its path, its constant, its scale and its casts.
         _, number, scale, casts = self.first.value
         factors = self.first.factors
         sources = map(tuple, self.sources.tolist())
@@ -85,9 +92,11 @@ class Grouped(NamedTuple):
 
 
 def in_columns(pieces: Sequence[Piece]) -> Grouped:
-    """The pieces in groups that are alike."""
+    """The pieces in groups that are alike: with equal factors and casts. Pieces of a
+    constant or with a scale are in no group.
+    """
     if isinstance(pieces, AlikePieces):
-        return Grouped([pieces], [])
+        return Grouped(alike=[pieces], others=[])
     groups: dict[object, list[Piece]] = {}
     others = []
     for piece in pieces:
@@ -98,7 +107,8 @@ def in_columns(pieces: Sequence[Piece]) -> Grouped:
             # The pieces of a stack have one tuple of factors, which takes long to hash.
             kind = (id(piece.factors), value.casts)
             groups.setdefault(kind, []).append(piece)
-    return Grouped([_alike_pieces(group) for group in groups.values()], others)
+    alike = [_alike_pieces(group) for group in groups.values()]
+    return Grouped(alike=alike, others=others)
 
 
 def _alike_pieces(pieces: Sequence[Piece]) -> AlikePieces:
@@ -195,7 +205,9 @@ class MadeTable(Mapping[str, Made]):
 
 
 def in_parts(leaves: Mapping[str, Made]) -> MadeTable:
-    """The arrays that a map makes, those of one piece in groups of one kind."""
+    """The arrays that a map makes, by path. Arrays of one piece are in groups whose
+    pieces differ only in the position in the source array.
+    """
     if isinstance(leaves, MadeTable):
         return leaves
     groups: dict[object, list[str]] = {}

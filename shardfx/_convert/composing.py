@@ -21,19 +21,23 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
     """Yields pieces that make the copies of `inner` and then `outer` in one step.
 
     `inner` writes an intermediate array, and `outer` reads it. The result does not need
-    this array.
+    this array. A piece is a strided copy: its factors are nested loops, each with a
+    dimension and a step in elements on either side.
     """
+    # Each part fills a box of the intermediate array without gaps.
     for filled in dense(inner):
-        # The parts of the outer piece that read what `filled` writes, turned around:
-        # they write the intermediate array.
-        start = [-position for position in filled.target]
+        # The parts of the outer piece that read this box. With source and target
+        # exchanged, their target is the intermediate array, here from the box's start.
+        to_start = [-position for position in filled.target]
         box = hull(filled)
-        readers = [shifted(part, start) for part in within(swapped(outer), box)]
+        readers = [shifted(part, to_start) for part in within(swapped(outer), box)]
         if not readers:
             continue
-        # For each dimension of the readers' targets, the factor of `filled`.
+        # Each dimension of the box is split into one per factor of `filled` along it.
+        # The factor for each dimension of the readers' targets after that:
         loops: list[Factor | None] = []
         for dim in range(len(filled.target)):
+            # The longest step first.
             factors = along(filled, dim)
             for factor in factors[:-1]:
                 readers = _split_all(readers, len(loops), factor.target_step)
@@ -66,6 +70,8 @@ def _through(reader: Piece, loops: Sequence[Factor | None], filled: Piece) -> Pi
       of size 1 without a factor.
     - `filled`: a part of the inner piece that fills a box of the intermediate array.
     """
+    # Where the composed piece begins in the source of the inner piece.
+    # Where the composed piece begins in the source of the inner piece.
     source = filled.source
     for position, loop in zip(reader.target, loops, strict=True):
         if loop is not None:
@@ -73,6 +79,8 @@ def _through(reader: Piece, loops: Sequence[Factor | None], filled: Piece) -> Pi
 
     factors = []
     for factor in reader.factors:
+        # The loop of `filled` along which this factor moves; `None` for a factor that
+        # repeats elements of the intermediate array.
         loop = None if factor.target_dim == NOWHERE else loops[factor.target_dim]
         source_dim = NOWHERE
         source_step = 0

@@ -27,8 +27,8 @@ def _renumbered(
     factors: tuple[Factor, ...],
     old_dims: tuple[int | None, ...],
 ) -> tuple[Factor, ...]:
-    """The factors for a target whose dimensions were `old_dims`; `None` is a new
-    dimension.
+    """The factors for a target with reordered dimensions. `old_dims` has for each new
+    dimension the old one; `None` for an inserted dimension.
     """
     new_dims = {dim: number for number, dim in enumerate(old_dims) if dim is not None}
     new_dims[NOWHERE] = NOWHERE
@@ -72,8 +72,11 @@ def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
 
 def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
     """Yields the pieces of `split`. Dimension `dim + 1` of the target is there, and all
-    elements are still along dimension `dim`.
+    elements are still along dimension `dim`: element n belongs in row `n // inner` and
+    column `n % inner`.
     """
+    # The loops along the dimension, the longest step first, and the interval from the
+    # first element that they reach to behind the last.
     factors = along(piece, dim)
     low = piece.target[dim]
     high = low + span(factors)
@@ -84,8 +87,9 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
 
     outer = factors[0]
     step = outer.target_step
+    # The elements from the first to the last of one iteration of the outer loop.
     reach = span(factors[1:])
-    # The number of iterations in a row, if each row has the same number.
+    # The number of iterations in a row, if each row has the same number; else 0.
     per_row = inner // step if inner % step == 0 else 0
     if step % inner == 0:
         # Each iteration moves by whole rows, so all iterations are split like the
@@ -104,17 +108,19 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
         in_two = piece._replace(factors=(over_rows, in_row, *others))
         yield from _split(in_two, dim, inner)
     elif per_row and column % step + reach <= step:
-        # Split at the end of the row, or before the last row that is not full, so that
-        # the rest is even.
+        # No iteration crosses the end of a row. The piece is cut at the end of its
+        # first row, or before the last row that is not full, so that the rest is even.
         end = (row + 1) * inner if column >= step else high // inner * inner
         parts = (*cut(piece, dim, low, end), *cut(piece, dim, end, high))
         for part in parts:
             yield from _split(part, dim, inner)
     elif per_row:
+        # An iteration crosses the end of a row: the piece is cut row by row.
         for start in range(row * inner, high, inner):
             for part in cut(piece, dim, start, start + inner):
                 yield from _split(part, dim, inner)
     else:
+        # Rows have different numbers of iterations: each iteration is split by itself.
         for number in range(outer.size):
             iteration = iterations(piece, outer, number, number + 1)
             yield from _split(iteration, dim, inner)

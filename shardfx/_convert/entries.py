@@ -57,7 +57,11 @@ class EntryRule:
     def made(self, binding: Binding) -> Made:
         """The target array for the values `binding` of the rule's placeholders, with
         simplified pieces. Raises `MapError` if the rule does not fit the leaves.
+
+        The first array that the rule makes is kept as a template, if the others differ
+        from it only in the entries that they select of leaves.
         """
+        # For each leaf, the numbers of its selected entries.
         numbers = self._selected_numbers(binding)
         if numbers is not None and self._template is not None:
             assert self._selections is not None
@@ -80,9 +84,11 @@ class EntryRule:
         self,
         binding: Binding,
     ) -> Mapping[str, tuple[int, ...]] | None:
-        """The number of each selection, by the leaf's path. `None` if the rule has to
-        be evaluated anew: its target arrays differ in more than the selected entries,
-        or a number is out of its dimension's range.
+        """The number of the entry that each selection (`at` operation) takes with these
+        values of the placeholders, by the leaf's path.
+
+        `None` if the rule has to be evaluated anew: its target arrays differ in more
+        than the selected entries, or a number is out of its dimension's range.
         """
         if self._selections is None:
             return None
@@ -106,7 +112,8 @@ def selections_of(
     the rule may differ in more than these.
 
     They do if the path of a leaf has a placeholder, if the rule selects from something
-    else than a leaf, and if it takes different entries of one leaf.
+    else than a leaf, and if it takes different entries of one leaf. `leaves` has the
+    leaves of the source by path.
     """
     selections: dict[str, tuple[Selection, ...]] = {}
     waiting = [rule]
@@ -117,6 +124,7 @@ def selections_of(
         if expression.op not in ("at", "leaf"):
             waiting += expression.of
             continue
+        # The `at` operations, and behind them the expression that they select from.
         operations = _at_operations(expression)
         if operations[-1].op != "leaf":
             if any(isinstance(operation.args[0], str) for operation in operations[:-1]):
@@ -150,6 +158,8 @@ def _selections_in_leaf(
     """The selections by placeholders that `at` operations make of a leaf of shape
     `shape`; `None` if a dimension does not exist. The last operation comes first.
     """
+    # The dimensions of the leaf that the operations so far have left.
+    # The dimensions of the leaf that the operations so far have left.
     dims = [*range(len(shape))]
     selections = []
     for operation in reversed(operations):
@@ -172,7 +182,12 @@ def _with_numbers(
     numbers: Mapping[str, tuple[int, ...]],
     selections: Mapping[str, tuple[Selection, ...]],
 ) -> Made:
-    """The target array of `template` for other numbers of the selections."""
+    """The target array of `template` for other numbers of the selections: its pieces,
+    each moved in its source array along the dimensions of the selections.
+
+    `numbers` has for each leaf's path the number of the entry that each selection
+    takes, and `selections` the selections themselves.
+    """
     pieces = []
     for value, source, target, factors in template.made.pieces:
         if value.path is not None:

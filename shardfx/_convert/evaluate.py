@@ -100,12 +100,17 @@ def _stack_of_alike(
     but the paths of their leaves; `None` if they may differ in more.
 
     Only the first part is evaluated. The others get its pieces, with their own paths
-    and their own positions along the new dimension.
+    and their own positions along the new dimension. `numbers` are the values of the
+    stack's placeholder, one for each part.
     """
     placeholder, dim = stack.args[:2]
     part = stack.of[0]
     if len(numbers) < 2 or _selects_by(part, placeholder):
         return None
+    # The paths of the leaves of the first part, then those of the second, and so on;
+    # `width` for each part.
+    # The paths of the leaves of the first part, then those of the second, and so on;
+    # `width` for each part.
     paths = paths_in_stack(stack, binding, numbers, leaves_made.leaves)
     if paths is None or len(paths) % len(numbers):
         return None
@@ -145,11 +150,13 @@ def _are_alike(
     the first part. `paths` are the paths of all parts, `width` for each.
     """
     # Two leaves with one path in the first part must have one path in all parts, since
-    # the pieces of the first part tell its leaves apart by their paths.
-    numbers: dict[str, int] = {}
+    # the pieces of the first part tell its leaves apart by their paths. The number of a
+    # leaf counts in its part; `paths[number::width]` are its paths in all parts.
+    number_by_path: dict[str, int] = {}
     for number, path in enumerate(paths[:width]):
-        other = numbers.setdefault(path, number)
-        if other != number and paths[other::width] != paths[number::width]:
+        first_number = number_by_path.setdefault(path, number)
+        is_repeated = first_number != number
+        if is_repeated and paths[first_number::width] != paths[number::width]:
             return False
     structs = [leaves[path] for path in paths]
     for number, first in enumerate(structs[:width]):
@@ -210,6 +217,7 @@ def paths_in_stack(
     while len(part.of) == 1 and part.op != "stack":
         part = part.of[0]
     if part.op == "leaf":
+        # ["layers/", "/w"] for the path `layers/{i}/w` and the placeholder `i`.
         texts = pattern(part.path).around(binding, placeholder)
         if texts is not None:
             paths = [str(number).join(texts) for number in numbers]
@@ -234,19 +242,23 @@ def _stacked_pieces(
 
     `paths` are the paths of the leaves of all parts, `width` for each.
     """
-    count = len(paths) // width
-    number_of = {path: number for number, path in enumerate(paths[:width])}
+    part_count = len(paths) // width
+    # The number of a leaf in its part, by its path in the first part.
+    number_by_path = {path: number for number, path in enumerate(paths[:width])}
     grouped = in_columns(pieces)
     if len(grouped.alike) == 1 and not grouped.others:
         (first_part,) = grouped.alike
-        sources = np.tile(first_part.sources, (count, 1))
-        targets = np.tile(first_part.targets, (count, 1))
-        numbers_of_parts = np.arange(count)
+        sources = np.tile(first_part.sources, (part_count, 1))
+        targets = np.tile(first_part.targets, (part_count, 1))
+        numbers_of_parts = np.arange(part_count)
         targets[:, dim] = np.repeat(numbers_of_parts, len(first_part))
-        numbers = [number_of[path] for path in first_part.paths]
-        if numbers != list(range(width)):
+        # The leaf that each piece of a part reads.
+        leaf_numbers = [number_by_path[path] for path in first_part.paths]
+        if leaf_numbers != list(range(width)):
             starts = range(0, len(paths), width)
-            paths = [paths[start + number] for start in starts for number in numbers]
+            paths = [
+                paths[start + number] for start in starts for number in leaf_numbers
+            ]
         return AlikePieces(
             first=first_part.first,
             paths=paths,
@@ -254,9 +266,9 @@ def _stacked_pieces(
             targets=targets,
         )
     stacked: list[Piece] = []
-    for position in range(count):
+    for position in range(part_count):
         start = position * width
-        paths_of_part = {path: paths[start + n] for path, n in number_of.items()}
+        paths_of_part = {path: paths[start + n] for path, n in number_by_path.items()}
         stacked += _like_first(pieces, paths_of_part, dim, position)
     return tuple(stacked)
 
@@ -329,14 +341,16 @@ def count_of(stack: From, binding: Binding, leaves: Mapping[str, object]) -> ran
             f" `.stack({placeholder!r}, count=...)`."
         )
 
+    # The first part of inner stacks stands for all of theirs.
     inner_numbers = dict.fromkeys(_inner_stacks(operand), 0)
     others = {**inner_numbers, **binding}
-    paths = pattern(counted)
-    texts = paths.around(others, placeholder)
+    path_pattern = pattern(counted)
+    # ["layers/", "/w"] for `layers/{i}/w`; `None` where a sum needs a number first.
+    texts = path_pattern.around(others, placeholder)
     count = 0
     while True:
         if texts is None:
-            path = paths.filled({**others, placeholder: count})
+            path = path_pattern.filled({**others, placeholder: count})
         else:
             path = str(count).join(texts)
         if path is None or path not in leaves:

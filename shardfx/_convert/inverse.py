@@ -83,18 +83,21 @@ def _parts_of_stacks(
     source: TreeLeaves,
 ) -> Iterator[AlikeParts]:
     """Yields the leaves of `source` of which a stack is made, if nothing else is made
-    of them, and if they are alike: the parts of that stack.
+    of them, and if they are alike: the parts of that stack. `forward` has the leaves
+    that the map makes, by path.
     """
-    counts: collections.Counter[str] = collections.Counter()
+    # How many pieces read a leaf of the source.
+    read_counts: collections.Counter[str] = collections.Counter()
     for leaf in forward.values():
-        counts.update(read_paths(leaf.pieces))
+        read_counts.update(read_paths(leaf.pieces))
     for path, leaf in forward.items():
         pieces = leaf.pieces
+        # A piece that does not begin at the start of its source is not the whole leaf.
         if not isinstance(pieces, AlikePieces) or pieces.sources.any():
             continue
         first = pieces.first
         has_repeats = any(factor.source_dim == NOWHERE for factor in first.factors)
-        if has_repeats or max(map(counts.__getitem__, pieces.paths)) > 1:
+        if has_repeats or max(map(read_counts.__getitem__, pieces.paths)) > 1:
             continue
         # Thousands of leaves share a few objects.
         structs = {id(source[name]): source[name] for name in pieces.paths}
@@ -128,7 +131,9 @@ def _backward_one_by_one(
     forward: Mapping[str, Made],
     source: TreeLeaves,
 ) -> dict[str, Made]:
-    """The result of `backward`, leaf by leaf."""
+    """The leaves of `source` by path, made of those of `forward`, the leaves that the
+    map makes of `source`; leaf by leaf.
+    """
     pieces_by_path: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[Problem] = []
     for path, leaf in forward.items():
@@ -166,10 +171,12 @@ def _turn_around(
     problems: list[Problem],
 ) -> None:
     """Appends to `pieces_by_path` the pieces that read the leaf `path` of a map's
-    target and write the leaves of `source` that it is made of.
+    target and write the leaves of `source` that it is made of. What has no inverse is
+    appended to `problems`, pairs of a path and a text.
     """
-    # Pieces that follow each other often have the same factors.
-    last: tuple[Factor, ...] | None = None
+    # Pieces that follow each other often have the same factors: those of the last
+    # piece, and its inverse.
+    last_factors: tuple[Factor, ...] | None = None
     factors: tuple[Factor, ...] = ()
     for piece in leaf.pieces:
         value = piece.value
@@ -185,8 +192,9 @@ def _turn_around(
         casts: tuple[Operation, ...] = ()
         if value.casts:
             casts = _inverse_operations(value.casts, source[value.path].dtype)
-        if piece.factors is not last:
-            last = piece.factors
+        if piece.factors is not last_factors:
+            last_factors = piece.factors
+            # `once` leaves only the first of repeated values.
             factors = simplified(swapped(once(piece))).factors
         inverse = Piece(
             value=Value(path=path, number=value.number, casts=casts),
@@ -241,19 +249,21 @@ def disjoint(
     size = math.prod(shape)
     if len(pieces) == 1 and pieces[0].elements == size:
         return list(pieces), True
+    # Each part fills a box of the target without gaps.
     parts_by_piece = [list(dense(piece)) for piece in pieces]
     all_boxes = [hull(part) for part in it.chain.from_iterable(parts_by_piece)]
     dims = _grid_dims(all_boxes)
 
-    # Only boxes with equal intervals along these dimensions can overlap.
+    # Only boxes with equal intervals along these dimensions can overlap: the boxes that
+    # are written so far, by these intervals.
     written: dict[object, list[Box]] = {}
     distinct: list[Piece] = []
     for piece, parts in zip(pieces, parts_by_piece, strict=True):
         new_parts: list[Piece] = []
         for part in parts:
             box = hull(part)
-            grid_position = tuple(box[dim] for dim in dims)
-            boxes = written.setdefault(grid_position, [])
+            grid_intervals = tuple(box[dim] for dim in dims)
+            boxes = written.setdefault(grid_intervals, [])
             outside = _outside_all(part, boxes)
             boxes += map(hull, outside)
             new_parts += outside

@@ -199,9 +199,13 @@ class Pattern:
         if match is None:
             return None
         binding: dict[str, str | int] = {}
+        # Texts and placeholders are parts in turn. The regex has a group for each
+        # placeholder.
         placeholders = self.parts[1::2]
         for part, text in zip(placeholders, match.groups(), strict=True):
             assert isinstance(part, Sum)
+            # A name and its value; `None` for a sum without a solution, or of several
+            # names, whose values are in other placeholders.
             solved = part.solved(_number_or_text(text))
             if solved is None and len(part.terms) == 1:
                 return None
@@ -224,18 +228,18 @@ def _number_or_text(text: str) -> str | int:
 def pattern(text: str) -> Pattern:
     """Parses a path pattern such as `layers/{i}/weight`, through a cache."""
     # Text and the inside of braces, in turn.
-    pieces = _FIELD.split(text)
-    if any("{" in piece or "}" in piece for piece in pieces):
+    texts = _FIELD.split(text)
+    if any("{" in inside or "}" in inside for inside in texts):
         raise MapError(f"the path `{text}` has a brace without its other half.")
     parts: list[str | Sum] = []
     regex = []
-    for number, piece in enumerate(pieces):
+    for number, part_text in enumerate(texts):
         if number % 2 == 0:
-            parts.append(piece)
-            regex.append(re.escape(piece))
+            parts.append(part_text)
+            regex.append(re.escape(part_text))
         else:
-            parts.append(sum_of(piece))
-            is_starred = piece.rstrip().endswith("*")
+            parts.append(sum_of(part_text))
+            is_starred = part_text.rstrip().endswith("*")
             regex.append("(.+)" if is_starred else "([^/.]+)")
     return Pattern(
         text=text,

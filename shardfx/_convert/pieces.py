@@ -345,20 +345,21 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     step = outer.target_step
     # The elements that one iteration of the outer loop reaches are a row.
     row_length = span(factors[1:])
-    # The rows from `first` to `last` are whole inside.
-    first_row = -(-(start - low) // step)
-    first = min(max(0, first_row), outer.size)
-    row_count = (stop - row_length - low) // step + 1
-    last = max(first, min(outer.size, row_count))
+    # The first row that begins at `start` or later, and the first that ends behind
+    # `stop`. The rows between them are whole inside.
+    row_from_start = -(-(start - low) // step)
+    first_row = min(max(0, row_from_start), outer.size)
+    row_behind_stop = (stop - row_length - low) // step + 1
+    end_row = max(first_row, min(outer.size, row_behind_stop))
     # At both ends only a part of a row is inside; a row of one element is inside or
     # not.
-    if first > 0 and row_length > 1:
-        before = iterations(piece, outer, first - 1, first)
+    if first_row > 0 and row_length > 1:
+        before = iterations(piece, outer, first_row - 1, first_row)
         yield from cut(before, dim, start, stop)
-    if last > first:
-        yield iterations(piece, outer, first, last)
-    if last < outer.size and row_length > 1:
-        after = iterations(piece, outer, last, last + 1)
+    if end_row > first_row:
+        yield iterations(piece, outer, first_row, end_row)
+    if end_row < outer.size and row_length > 1:
+        after = iterations(piece, outer, end_row, end_row + 1)
         yield from cut(after, dim, start, stop)
 
 

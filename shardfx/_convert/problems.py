@@ -23,7 +23,8 @@ def two_rules(path: str, first: str, second: str) -> Problem:
 
 def raise_problems(problems: Sequence[Problem]) -> None:
     """Raises `MapError` with all problems. There is at least one."""
-    # Equal problems of several layers are one line. Their texts differ in numbers only.
+    # Equal problems of several layers are one line. Their texts differ in numbers only:
+    # a kind has the path's and the text's parts between numbers.
     paths_by_kind: dict[tuple[Any, str], list[str]] = {}
     for path, text in problems:
         template = "".join(between_numbers(text))

@@ -122,7 +122,9 @@ def number_copies(
     numbers: Mapping[str, Any],
     targets: Iterable[str] | None = None,
 ) -> NumberCopies:
-    """The Python numbers that a map of `steps` copies.
+    """The Python numbers that a map of `steps` copies: the path and the type of each
+    number of the source, and for each number that the target gets its path there and
+    its path in the source.
 
     `numbers` has those of the source by path, and `targets` the paths of those of the
     target; `None` if the target has whatever the map makes.
@@ -153,10 +155,14 @@ def bound_with(
     """
     if not numbers.kinds:
         return bound_steps(steps, source, target)
+    # An array of rank 0 for each number of the source, by path.
+    # An array of rank 0 for each number of the source, by path.
     scalars = {path: Struct((), np.dtype(kind)) for path, kind in numbers.kinds}
     if steps[0].inverted:
         # An inverted step has a rule for each leaf of its source.
         scalars = {path: scalars[path] for _, path in numbers.routes}
+    # The same, by the path that the number gets in the target.
+    # The same, by the path that the number gets in the target.
     copied = {path: scalars[route] for path, route in numbers.routes}
     if target is not None:
         target = {**target, **copied}

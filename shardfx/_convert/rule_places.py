@@ -36,12 +36,12 @@ def matched_rules(
     for path in target:
         texts = []
         matching: list[tuple[str, From, Binding]] = []
-        for paths, rule in rules:
-            binding = paths.matched(path)
+        for path_pattern, rule in rules:
+            binding = path_pattern.matched(path)
             if binding is not None:
-                texts.append(paths.text)
+                texts.append(path_pattern.text)
                 matching.append((path, rule, binding))
-                unused.pop(paths.text, None)
+                unused.pop(path_pattern.text, None)
         if len(matching) == 1:
             placed += matching
         elif matching:
@@ -98,6 +98,7 @@ def _bindings(text: str, rule: From, source: TreeLeaves) -> Iterator[dict[str, A
         if set(pattern(leaf).names).isdisjoint(names):
             continue
         bindings = _joined(bindings, _values_in(source, leaf, names))
+    # Without duplicates, and without the values of other placeholders in the key.
     unique = {
         tuple((name, binding.get(name)) for name in names): binding
         for binding in bindings

@@ -149,14 +149,15 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
         for position, (low, _), stride in triples:
             offset += (position - low) * stride
 
-        other = swapped(part)
+        # With source and target exchanged, its `target` is the source array.
+        turned = swapped(part)
         box_strides = []
-        for dim in range(len(other.target)):
-            factors = along(other, dim)
+        for dim in range(len(turned.target)):
+            factors = along(turned, dim)
             # The step of the innermost factor is that of the dimension; the others
             # follow from it.
             box_strides.append(_memory_step(factors[-1], strides) if factors else 0)
-        yield StridedBox(source=hull(other), offset=offset, strides=tuple(box_strides))
+        yield StridedBox(source=hull(turned), offset=offset, strides=tuple(box_strides))
 
 
 def _memory_step(factor: Factor, strides: Sequence[int]) -> int:
@@ -170,23 +171,28 @@ def _memory_step(factor: Factor, strides: Sequence[int]) -> int:
 
 def _parts_with_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     """Yields parts of a piece that copy no source element twice, each with one stride
-    of memory per dimension of the source.
+    of memory per dimension of the source. `strides` has the stride of each dimension of
+    the target in its memory, in elements.
     """
-    other = swapped(piece)
-    for factor in other.factors:
+    # With source and target exchanged: a loop without a target dimension repeats a
+    # source element.
+    turned = swapped(piece)
+    for factor in turned.factors:
         if factor.target_dim == NOWHERE:
             for number in range(factor.size):
-                row = swapped(iterations(other, factor, number, number + 1))
-                yield from _parts_with_one_stride(row, strides)
+                repetition = swapped(iterations(turned, factor, number, number + 1))
+                yield from _parts_with_one_stride(repetition, strides)
             return
-    for part in dense(other):
+    # Each part fills a box of the source without gaps.
+    for part in dense(turned):
         yield from map(swapped, _divided_to_one_stride(part, strides))
 
 
 def _divided_to_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     """Yields parts of a piece whose loops along one dimension of the target move
     through memory with one stride: a step of the outer loop is all iterations of the
-    inner one. The source of the piece is the memory.
+    inner one. The source of the piece is the memory, in which its dimensions have these
+    `strides` in elements.
     """
     for dim in range(len(piece.target)):
         for outer, inner in it.pairwise(along(piece, dim)):
@@ -308,13 +314,14 @@ def chunks(piece: Piece, most: int) -> Iterator[Piece]:
     """Yields parts of a piece, each of which reads a box of at most `most` elements of
     the source, if possible.
     """
-    count = volume(hull(swapped(piece)))
+    read_elements = volume(hull(swapped(piece)))
     factors = [factor for factor in piece.factors if factor.source_dim != NOWHERE]
-    if count <= most or not factors:
+    if read_elements <= most or not factors:
         yield piece
         return
+    # The outermost loop in the source's memory, cut into `step` iterations at a time.
     outer = min(factors, key=lambda factor: (factor.source_dim, -factor.source_step))
-    step = max(1, outer.size * most // count)
+    step = max(1, outer.size * most // read_elements)
     for start in range(0, outer.size, step):
         stop = min(outer.size, start + step)
         yield from chunks(iterations(piece, outer, start, stop), most)
