@@ -32,6 +32,12 @@ WHOLE = """HloModule whole, num_partitions=2
   ROOT %c = s32[] add(%a, %b)
 }}
 
+%whole_maximum (a: s32[], b: s32[]) -> s32[] {{
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = s32[] maximum(%a, %b)
+}}
+
 ENTRY %main {{
 {lines}
 }}
@@ -439,3 +445,83 @@ def test_padding_beside_a_piece_is_no_element(joined):
   ROOT %y = f32[2,2]{1,0} copy(%x)
 """
     assert verdict_of(whole, ROWS_AND_PADDING + joined) != "proved"
+
+
+# Numbers that wrap on one of the devices: below 0 for `u32`, and beyond 127 for `s8`.
+WRAPPED_NUMBERS = {
+    "u32": """
+  %one = u32[] constant(1)
+  %number = u32[] subtract(%device, %one)
+  %limit = u32[] constant(100)
+""",
+    "s8": """
+  %hundred = s8[] constant(100)
+  %offset = s8[] convert(%device)
+  %times = s8[] multiply(%offset, %hundred)
+  %number = s8[] add(%times, %hundred)
+  %limit = s8[] constant(-1)
+""",
+}
+
+
+@pytest.mark.parametrize("dtype", WRAPPED_NUMBERS)
+def test_a_mask_of_numbers_that_wrap_is_not_known(dtype):
+    whole = """
+  %x = f32[8]{0} parameter(0), sharding={replicated}
+  ROOT %y = f32[8]{0} negate(%x)
+"""
+    direction = {"u32": "LT", "s8": "GT"}[dtype]
+    partitioned = f"""
+  %x = f32[8]{{0}} parameter(0), sharding={{replicated}}
+  %negated = f32[8]{{0}} negate(%x)
+  %device = u32[] partition-id()
+{WRAPPED_NUMBERS[dtype]}
+  %is_within = pred[] compare(%number, %limit), direction={direction}
+  %mask = pred[8]{{0}} broadcast(%is_within), dimensions={{}}
+  %zero = f32[] constant(0)
+  %zeros = f32[8]{{0}} broadcast(%zero), dimensions={{}}
+  ROOT %y = f32[8]{{0}} select(%mask, %negated, %zeros)
+"""
+    assert verdict_of(whole, partitioned) != "proved"
+
+
+def test_an_iota_that_wraps_is_no_mask():
+    whole = """
+  %x = f32[300]{0} parameter(0), sharding={replicated}
+  ROOT %y = f32[300]{0} negate(%x)
+"""
+    partitioned = """
+  %x = f32[300]{0} parameter(0), sharding={replicated}
+  %negated = f32[300]{0} negate(%x)
+  %rows = s8[300]{0} iota(), iota_dimension=0
+  %limit = s8[] constant(-1)
+  %limits = s8[300]{0} broadcast(%limit), dimensions={}
+  %mask = pred[300]{0} compare(%rows, %limits), direction=GT
+  %zero = f32[] constant(0)
+  %zeros = f32[300]{0} broadcast(%zero), dimensions={}
+  ROOT %y = f32[300]{0} select(%mask, %negated, %zeros)
+"""
+    assert verdict_of(whole, partitioned) != "proved"
+
+
+def test_the_numbers_of_a_scattered_maximum_are_not_known():
+    whole = """
+  %x = f32[8]{0} parameter(0), sharding={replicated}
+  ROOT %y = f32[8]{0} negate(%x)
+"""
+    partitioned = f"""
+  %x = f32[8]{{0}} parameter(0), sharding={{replicated}}
+  %negated = f32[8]{{0}} negate(%x)
+  %rows = s32[8]{{0}} iota(), iota_dimension=0
+  %own = s32[4]{{0}} reduce-scatter(%rows), {GROUP}, dimensions={{0}},\
+ to_apply=%whole_maximum
+  %first = s32[1]{{0}} slice(%own), slice={{[0:1]}}
+  %number = s32[] reshape(%first)
+  %limit = s32[] constant(4)
+  %is_within = pred[] compare(%number, %limit), direction=LT
+  %mask = pred[8]{{0}} broadcast(%is_within), dimensions={{}}
+  %zero = f32[] constant(0)
+  %zeros = f32[8]{{0}} broadcast(%zero), dimensions={{}}
+  ROOT %y = f32[8]{{0}} select(%mask, %negated, %zeros)
+"""
+    assert verdict_of(whole, partitioned) != "proved"

@@ -392,13 +392,14 @@ def reduce_scatter(context: Context, instruction: Instruction, operand: Held) ->
     (along,) = numbers(instruction, "dimensions")
     groups = groups_in(context, instruction)
     members = members_of(context, groups)
-    held = all_reduce(context, instruction, operand)
-    axis = held.axes[along]
+    reduced = all_reduce(context, instruction, operand)
+    held = dataclasses.replace(reduced, shape=shape, known_numbers=None)
+    axis = reduced.axes[along]
     if axis is None:
-        return dataclasses.replace(held, shape=shape)
+        return held
     offsets = members.ranks * shape[along]
     cut = context.cuts.window(axis.cut, offsets, shape[along])
-    return dataclasses.replace(with_axis(held, along, Axis(axis.dim, cut)), shape=shape)
+    return with_axis(held, along, Axis(axis.dim, cut))
 
 
 def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Held:

@@ -144,15 +144,7 @@ def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
         return number == 0
     if reducer == "multiply":
         return number == 1
-    bit_count = int(re.sub(r"\D", "", dtype) or 1)
-    if dtype == "pred":
-        lowest, highest = 0, 1
-    elif dtype.startswith("u"):
-        lowest, highest = 0, 2**bit_count - 1
-    elif dtype.startswith("s"):
-        lowest, highest = -(2 ** (bit_count - 1)), 2 ** (bit_count - 1) - 1
-    else:
-        lowest, highest = -math.inf, math.inf
+    lowest, highest = limits_of(dtype)
     if reducer == "maximum":
         return number == lowest
     if reducer == "minimum":
@@ -162,7 +154,24 @@ def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
     if dtype == "pred":
         return number == 1
     # All bits of -1 are ones, as those of the largest number without a sign.
-    return number in (-1, 2**bit_count - 1)
+    return number in (-1, 2 ** _bits_of(dtype) - 1)
+
+
+def limits_of(dtype: str) -> tuple[Number, Number]:
+    """The lowest and the highest number of a type: -128 and 127 for "s8"."""
+    bit_count = _bits_of(dtype)
+    if dtype == "pred":
+        return 0, 1
+    if dtype.startswith("u"):
+        return 0, 2**bit_count - 1
+    if dtype.startswith("s"):
+        return -(2 ** (bit_count - 1)), 2 ** (bit_count - 1) - 1
+    return -math.inf, math.inf
+
+
+def _bits_of(dtype: str) -> int:
+    """The number in the name of a type: 32 for "f32"; 1 if there is none."""
+    return int(re.sub(r"\D", "", dtype) or 1)
 
 
 def is_empty(held: Held, devices: int) -> np.ndarray:

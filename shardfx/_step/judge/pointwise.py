@@ -24,7 +24,14 @@ from .held import (
     Number,
     require_finished,
 )
-from .joining import constant_number, form_in, is_zero, joined_cut, remembered
+from .joining import (
+    constant_number,
+    form_in,
+    is_zero,
+    joined_cut,
+    limits_of,
+    remembered,
+)
 from .lookups import lookup_step
 from .masks import selected_by_mask, union_of
 from .matching import (
@@ -173,7 +180,8 @@ def _scaled(
     operands: Sequence[Held],
 ) -> Held | None:
     """A product by a constant that the whole program writes as several products and
-    quotients by constants, since compilers multiply the constants; `None` if it is none.
+    quotients by constants, since compilers multiply the constants; `None` if it is
+    none.
     """
     error = ROUNDING.get(arrays_in(instruction.result)[0].dtype)
     if error is None:
@@ -373,24 +381,33 @@ def _known_result(
         return None
     dtype = arrays_in(instruction.result)[0].dtype
     if opcode == "convert":
-        return _converted(numbers[0], dtype)
+        return _unless_wrapped(_converted(numbers[0], dtype), dtype)
     compute = _NUMBERS.get(opcode)
     if opcode == "compare":
         compute = _COMPARED[attribute(instruction, "direction")]
     is_float = any(array.dtype.kind == "f" for array in numbers)
     if opcode in ("divide", "remainder") and not is_float:
-        return _divided(opcode, numbers[0], numbers[1])
+        return _unless_wrapped(_divided(opcode, numbers[0], numbers[1]), dtype)
     if compute is None or (is_float and opcode not in ("select", "compare", "add")):
         return None
     if opcode == "not" and dtype != "pred":
         return None
     if opcode == "shift-right-logical" and (numbers[0] < 0).any():
         return None
-    computed = compute(*numbers)
-    # Numbers that wrap are followed by no rule.
-    if computed.dtype.kind in "iu" and np.abs(computed).max(initial=0) >= 2**31:
-        return None
-    return computed
+    return _unless_wrapped(compute(*numbers), dtype)
+
+
+def _unless_wrapped(computed: np.ndarray | None, dtype: str) -> np.ndarray | None:
+    """The computed numbers; `None` if an integer is beyond those of the type `dtype`,
+    or of 32 bits. A device wraps such numbers, which no rule follows.
+    """
+    if computed is None or computed.dtype.kind not in "iu":
+        return computed
+    lowest, highest = limits_of(dtype)
+    lowest = max(lowest, 1 - 2**31)
+    highest = min(highest, 2**31 - 1)
+    is_beyond = (computed < lowest) | (computed > highest)
+    return None if is_beyond.any() else computed
 
 
 def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
 from .held import MOST_KNOWN, NOWHERE, Context, Held
-from .joining import form_in
+from .joining import form_in, limits_of
 from .matching import held_result, node_for
 
 
@@ -36,7 +36,10 @@ def source(context: Context, instruction: Instruction) -> Held:
         sizes = [1] * (1 + len(shape))
         sizes[1 + along] = shape[along]
         table = None
-        if shape[along] * devices <= MOST_KNOWN and array.dtype[0] in "su":
+        _, highest = limits_of(array.dtype)
+        # A longer iota wraps.
+        is_exact = array.dtype[0] in "su" and shape[along] - 1 <= highest
+        if shape[along] * devices <= MOST_KNOWN and is_exact:
             row = np.arange(shape[along]).reshape(sizes)
             table = np.broadcast_to(row, (devices, *sizes[1:]))
         return dataclasses.replace(held, known_numbers=table)
