@@ -103,10 +103,11 @@ def plan_reshard(
                 "`plan_reshard` with a map takes no `lost`; move the tree as it is"
                 " first."
             )
-        own_numbers = dict.fromkeys(_number_paths(src), 0)
-        numbers = number_copies(map.steps, own_numbers, _number_paths(dst))
+        # The Python numbers of `src`, by path. A plan does not have their values.
+        python_numbers = dict.fromkeys(_number_paths(src), 0)
+        copied_numbers = number_copies(map.steps, python_numbers, _number_paths(dst))
         target_leaves = _leaves_of(dst, "dst")
-        moves_by_map = _moves_by_map(map, source_leaves, target_leaves, numbers)
+        moves_by_map = _moves_by_map(map, source_leaves, target_leaves, copied_numbers)
         return ReshardPlan(tuple(moves_by_map))
     if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan):
         target_leaves = _leaves_of(dst, "dst")
@@ -116,6 +117,7 @@ def plan_reshard(
 
     pairs = zip(source_leaves, target_leaves, strict=True)
     moves = [_move(*pair, lost) for pair in pairs]
+    # From each move to the same move with the replicas that send.
     chosen = balanced(collections.Counter(moves))
     leaf_moves: list[LeafMove] = []
     for leaf, move in zip(source_leaves, moves, strict=True):
@@ -163,7 +165,7 @@ def _moves_by_map(
     """Yields the move of each array of `target_leaves`, which a `TreeMap` makes of the
     arrays `source_leaves`. `numbers` are the Python numbers of the source.
     """
-    source = {leaf.path: leaf for leaf in source_leaves}
+    source_by_path = {leaf.path: leaf for leaf in source_leaves}
     # The costs are those of `arrays`, for devices with separate memories. `live_arrays`
     # say whether `reshard` copies instead.
     arrays, live_arrays = [
@@ -186,7 +188,7 @@ def _moves_by_map(
     for array in unassembled:
         (source_path,) = array.sources
         moves[array.leaf.path] = _move(
-            source[source_path], array.leaf._replace(path=source_path), lost=()
+            source_by_path[source_path], array.leaf._replace(path=source_path), lost=()
         )
     chosen = balanced(collections.Counter(moves.values()))
     for array, live_array in zip(arrays, live_arrays, strict=True):
@@ -196,11 +198,11 @@ def _moves_by_map(
         else:
             src = leaf.sharding
             if array.sources:
-                src = source[array.sources[0]].sharding
+                src = source_by_path[array.sources[0]].sharding
             source_bytes = 0
             for source_path in array.sources:
                 if last_reader[source_path] == leaf.path:
-                    source_bytes += _shard_bytes(source[source_path])
+                    source_bytes += _shard_bytes(source_by_path[source_path])
             costs = {
                 "src": src,
                 "dst": array.assembly.target,

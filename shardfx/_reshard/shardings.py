@@ -123,9 +123,12 @@ def layout(
     as one slice. UNCONSTRAINED entries of `spec` count as not sharded.
     """
     torus = _torus_of_devices(mesh) if isinstance(mesh, Mesh) else None
+    # For each axis of the layout its size, the cost of a byte along it, and the
+    # dimensions of the torus that it spans.
     sizes: list[int] = []
     weights: list[float] = []
     rings: list[tuple[Ring, ...]] = []
+    # From a mesh axis to the numbers of its one or two axes in the layout.
     sub_axes_of: dict[str, range] = {}
     for axis, slice_count in zip(mesh.axis_names, _slice_counts(mesh), strict=True):
         size = mesh.shape[axis]
@@ -146,6 +149,7 @@ def layout(
         for axis in entry_axes(entry):
             sub_axes += sub_axes_of[axis]
         dims.append(tuple(sub_axes))
+    # The device ids in mesh order.
     order = None
     if isinstance(mesh, Mesh):
         order = tuple([device.id for device in mesh.devices.flat])
@@ -179,7 +183,8 @@ class _TorusOfDevices(NamedTuple):
 
 @ft.lru_cache(maxsize=256)
 def _torus_of_devices(mesh: Mesh) -> _TorusOfDevices | None:
-    """Returns the torus of TPU devices; `None` for devices of another kind. Mesh axes
+    """Returns the torus of TPU devices: their chip, and for each mesh axis the
+    dimensions of a slice that it spans. `None` for devices of another kind. Mesh axes
     are assigned to dimensions of a slice as by `shardfx.cost.seconds`.
     """
     devices = list(mesh.devices.flat)
@@ -190,6 +195,7 @@ def _torus_of_devices(mesh: Mesh) -> _TorusOfDevices | None:
     [chip] = known
     # All slices have one shape.
     first_slice = [devices[index] for index in topology.slices(devices)[0]]
+    # The number of chips along each dimension of a slice.
     extents = topology.bounds(first_slice)[: chip.torus_dims]
     if math.prod(extents) * chip.devices_per_chip != len(first_slice):
         # Other chips lie between those of the mesh.
@@ -255,6 +261,7 @@ def divided_in_slices(
     """
     if not isinstance(sharding, NamedSharding) or not has_devices(sharding):
         return None
+    # Mesh axes that span slices are divided into an axis between slices and one inside.
     step_layout = layout(sharding.mesh, sharding.spec, len(shape))
     weights = step_layout.weights or (1.0,) * len(step_layout.sizes)
     dims = [list(sub_axes) for sub_axes in step_layout.dims]

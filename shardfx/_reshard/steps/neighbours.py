@@ -42,6 +42,7 @@ class Neighbours:
         self.divisible_counts = divisible_counts
         self.shards = shards
         self.permutations = permutations
+        # The costs of the steps.
         self.prices = Prices(near)
         self.sub_axes = range(len(near.layout.sizes))
         self.least_shard_count = min(near.layout.shard_count, far.layout.shard_count)
@@ -54,6 +55,7 @@ class Neighbours:
             for dim, axes in enumerate(far.layout.dims):
                 for place, sub_axis in enumerate(axes):
                     self.place_in_far[sub_axis] = (dim, place)
+        # The results of `_assignments`.
         self._assignments_of: dict[
             tuple[SubAxes, tuple[int, ...]], dict[Counts, list[ShardDims]]
         ] = {}
@@ -136,6 +138,8 @@ class Neighbours:
         `step_cost` is added to the cost of its bytes.
         """
         shard_count = self.shards.shard_count(dims)
+        # A choice says which sub-axes move, which stay in each dimension, and which
+        # dimensions (`to_dims`) can gain the moving ones.
         for choice in _choices(dims):
             cost = self.prices.all_to_all(shard_count, choice.moving) + step_cost
             if cost >= limit:

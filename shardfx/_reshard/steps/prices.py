@@ -64,6 +64,7 @@ class Prices:
         return len(weights) > 1
 
     def _dearest_first(self, sub_axes: SubAxes) -> list[int]:
+        """The sub-axes, those along which a byte costs most first."""
         return sorted(sub_axes, key=lambda sub_axis: -self.weights[sub_axis])
 
 
@@ -95,7 +96,8 @@ class PermutationPrices:
         moving_count = int(is_moving.sum())
         if not moving_count:
             return 0.0
-        # What one device's shard adds to the mean over devices, at weight 1.
+        # What one device's shard adds to the mean over devices, at weight 1. `price` is
+        # how much more a byte of a permutation costs than one of an all-gather.
         shard_cost = share * self.price / len(have)
         total = self.link_groups[0].weight * moving_count * shard_cost
         if len(self.link_groups) == 1 or total >= limit:

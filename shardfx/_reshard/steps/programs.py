@@ -39,7 +39,8 @@ def program(
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
     """Moves a traced array by `steps` from `src` to `dst`. Both meshes must list their
-    devices in the same order.
+    devices in the same order. `like` is the layout before the move, in whose mesh order
+    devices are numbered. With `chunks`, shards move in these chunks, to limit memory.
     """
     if not steps:
         return placed(x, dst)
@@ -63,7 +64,8 @@ def _run_on_mesh(
     spec: PartitionSpec,
 ) -> Shaped[Array, "..."]:
     """Moves a traced array by `steps`, in a `shard_map` over the mesh of its sharding
-    `src`. The new shards form the result as `spec` says.
+    `src`. The new shards form the result as `spec` says. `like` and `chunks` are those
+    of `program`.
     """
     body = ft.partial(
         run_steps,
@@ -88,8 +90,10 @@ def live_program(
     steps of `plan`. Both meshes have the same devices, in any order. With `donate`, the
     function deletes its argument.
     """
+    # The same shardings with mesh axes of type Auto, in the default memory.
     source = untyped(src)
     target = untyped(dst)
+    # Devices are numbered in the mesh order of this layout, the one before the move.
     like, _ = layouts(len(shape), source, target)
     options = {"src": source, "steps": plan.steps, "like": like, "chunks": chunks}
     if same_order(source, target):
@@ -199,6 +203,7 @@ def _slice(
     axes: tuple[str, ...],
 ) -> Array:
     """Keeps one part of a device's shard. Sends nothing."""
+    # For each device, the index of the part that it keeps along each dimension.
     part_of_device = jnp.asarray(kept_parts(step.source, step.target, like), jnp.int32)
     part_indices = part_of_device[lax.axis_index(axes)]
     counts = zip(step.source.counts, step.target.counts, strict=True)
@@ -231,6 +236,8 @@ def _all_gather(
     axes: tuple[str, ...],
 ) -> Array:
     """Concatenates the shards of a replica group on each of its devices."""
+    # The replica groups, and how many of a group's shards lie along each dimension of
+    # the result.
     exchange = all_gather(step.source, step.target, like)
     gather = ft.partial(
         lax.all_gather,
@@ -257,13 +264,15 @@ def concatenated(shards: Array, counts: tuple[int, ...]) -> Array:
     A few shards are written into the result one after another, since TPU compilers hold
     all operands of a concatenation besides its result. Many operands they do not hold.
     """
+    # First one dimension for each entry of `counts`, then those of a shard.
     parts = shards.reshape((*counts, *shards.shape[1:]))
     for dim in reversed(range(1, len(counts))):
         along_dim = [
             lax.index_in_dim(parts, index, dim, keepdims=False)
             for index in range(counts[dim])
         ]
-        # The numbers of shards along the dimensions before `dim` are still in front.
+        # Of the first kind, those before `dim` are still in front, `dim` in number. So
+        # dimension `dim` of a shard is the one at `2 * dim`.
         parts = _joined_along(along_dim, 2 * dim)
     # The shards along dimension 0 lie one after another now, so this is no copy.
     return parts.reshape((-1, *parts.shape[2:]))
@@ -305,6 +314,8 @@ def _all_to_all(
     """Splits a device's shard along some dimensions, and joins the chunks that it
     receives from its replica group along others.
     """
+    # The replica groups, and for each dimension the sub-axes along which chunks are
+    # split and joined.
     exchange = all_to_all(step.source, step.target, like)
     swap = ft.partial(
         lax.all_to_all,

@@ -128,6 +128,7 @@ def paths_between(divisible_counts: Counts, src: StepLayout, dst: StepLayout) ->
     """Returns cheap paths from layout `src` to layout `dst`. `divisible_counts` has a
     number for each dimension, which the number of shards along it must divide.
     """
+    # Both layouts over sub-axes, and the fraction of the array that a device lacks.
     source, target = refine(src, dst)
     bound = missing_share(source, target)
     if not bound:

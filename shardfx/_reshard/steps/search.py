@@ -124,6 +124,7 @@ def cheapest_route(problem: Problem) -> Route | None:
     first_run = explore(narrow, most_layouts // 2, limit=math.inf)
 
     prime_sizes = {prime for size in source.sizes for prime in primes(size)}
+    # Detours are all-gathers before the crossing, slices after it, and permutations.
     are_sub_axes_unequal = len(prime_sizes) > 1 or len({*source.weights}) > 1
     has_other_sub_axes = problem.source.coordinates is not problem.target.coordinates
     takes_detours = are_sub_axes_unequal or has_other_sub_axes
@@ -164,6 +165,7 @@ def explore(problem: Problem, most_layouts: int, limit: float) -> Exploration:
     state.forward.reach(problem.source.layout.dims, 0.0, None, limit)
     state.backward.reach(problem.target.layout.dims, 0.0, None, limit)
     has_same_sub_axes = problem.source.coordinates is problem.target.coordinates
+    # `state.cost` is the cost of the best path so far.
     while half := state.next_half():
         dims, least_cost = half.pop()
         if least_cost >= state.cost - _ROUNDING or half.has_settled(dims):
@@ -248,13 +250,16 @@ class _Half:
         self.bound = bound
         self.next_layouts = next_layouts
         self.far_counts = far_counts
-        self.cost: dict[ShardDims, float] = {}
-        self.parent: dict[ShardDims, ShardDims | None] = {}
+        # For each layout that was reached, the cost of the path to it, and the layout
+        # before it on this path.
+        self.cost_to: dict[ShardDims, float] = {}
+        self.parent_of: dict[ShardDims, ShardDims | None] = {}
         self.heap: list[_HeapEntry] = []
-        # The layouts whose lower bound was computed.
+        # The number of layouts whose lower bound was computed.
         self.examined = 0
+        # For each shard counts, the layout with them that was reached first.
         self.first_of_counts: dict[Counts, ShardDims] = {}
-        # In the order of settling.
+        # For each shard counts, the settled layouts with them, in the order of settling.
         self.settled: dict[Counts, dict[ShardDims, None]] = {}
 
     def reach(
@@ -273,7 +278,7 @@ class _Half:
         `nearest_first`, the heap is ordered by how near shard counts are to
         `far_counts`, instead of by the lower bound.
         """
-        if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
+        if cost + _ROUNDING >= min(limit, self.cost_to.get(dims, math.inf)):
             return False
         self.examined += 1
         estimate = self.bound(dims)
@@ -288,8 +293,8 @@ class _Half:
         elif nearest_first:
             # Negative, so that these layouts come before all that are ordered by cost.
             key = -1 / self._distance(counts)
-        self.cost[dims] = cost
-        self.parent[dims] = parent
+        self.cost_to[dims] = cost
+        self.parent_of[dims] = parent
         heapq.heappush(self.heap, _HeapEntry(key, estimate, self.examined, dims))
         return True
 
@@ -310,14 +315,14 @@ class _Half:
         cost of any path through it.
         """
         entry = heapq.heappop(self.heap)
-        return entry.dims, self.cost[entry.dims] + entry.estimate
+        return entry.dims, self.cost_to[entry.dims] + entry.estimate
 
     def layouts_to(self, dims: ShardDims) -> list[ShardDims]:
         """Returns the layouts on the path from the layout at which this half starts to
         `dims`.
         """
         layouts = [dims]
-        while (parent := self.parent[layouts[-1]]) is not None:
+        while (parent := self.parent_of[layouts[-1]]) is not None:
             layouts.append(parent)
         return layouts[::-1]
 
@@ -367,15 +372,16 @@ class _State:
 
 
 def _settle(dims: ShardDims, half: _Half, state: _State) -> None:
-    """Tries a crossing from the layout `dims`, just taken from the heap of `half`, to
-    each settled layout of the other half with the same shard counts.
+    """Tries a crossing (a permutation from one half to the other) from the layout
+    `dims`, just taken from the heap of `half`, to each settled layout of the other half
+    with the same shard counts. The cheapest path so far is kept in `state`.
     """
     counts = half.shards.counts(dims)
     half.settled.setdefault(counts, {})[dims] = None
-    cost = half.cost[dims]
+    cost = half.cost_to[dims]
     other = state.other(half)
     for match in other.settled.get(counts, ()):
-        is_cheaper = state.cost - cost - other.cost[match] > _ROUNDING
+        is_cheaper = state.cost - cost - other.cost_to[match] > _ROUNDING
         if is_cheaper and not state.is_enough():
             _cross(dims, match, half, state)
 
@@ -390,7 +396,7 @@ def _expand(
     completes paths through them. With `has_same_sub_axes`, both halves have the same
     sub-axes, so a layout that both reach completes a path.
     """
-    cost = half.cost[dims]
+    cost = half.cost_to[dims]
     other = state.other(half)
     for after, step_cost in half.next_layouts(dims, state.cost - cost):
         # Without a path after so many layouts, any path will do.
@@ -420,7 +426,9 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
         have=shards.numbers(before),
         want=state.backward.shards.numbers(after),
         share=1 / shards.shard_count(before),
-        limit=state.cost - state.forward.cost[before] - state.backward.cost[after],
+        limit=state.cost
+        - state.forward.cost_to[before]
+        - state.backward.cost_to[after],
     )
     _meet(before, after, crossing_cost, state)
 
@@ -430,8 +438,8 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -
     half, to `after`, a layout of the backward half, is cheaper than the best one so
     far. The crossing costs `crossing`.
     """
-    cost_before = state.forward.cost.get(before, math.inf)
-    cost_after = state.backward.cost.get(after, math.inf)
+    cost_before = state.forward.cost_to.get(before, math.inf)
+    cost_after = state.backward.cost_to.get(after, math.inf)
     total = cost_before + crossing + cost_after
     if total < state.cost - _ROUNDING:
         state.cost = total

@@ -43,6 +43,7 @@ class TorusTimes:
         # The number of slices that each axis spans.
         slice_counts: list[int] = []
         for size, weight in zip(source.sizes, weights, strict=True):
+            # Only an axis between slices has a weight above 1.
             slice_counts.append(size if weight > 1 else 1)
         self._source = source
         self._network = network
@@ -82,6 +83,7 @@ class TorusTimes:
         else:
             groups = all_to_all(step.source, step.target, self._source).groups
             use = "middle"
+        # The dimensions of the torus that a replica group spans.
         rings: list[Ring] = []
         for axis in self.axes_across(groups):
             rings += self._network.rings[axis]
@@ -89,6 +91,7 @@ class TorusTimes:
         rounds = 1
         if step.kind == "all_gather" and _becomes_all_reduce(groups, rings):
             rounds = 2
+        # What arrives from devices of the same slice.
         near_share = float(step.wire_share - step.dcn_share)
         return PathTime(
             link_share=rounds * near_share / links_of(use, rings),

@@ -226,7 +226,8 @@ def _kind_of(
     dtypes: Mapping[str, np.dtype],
 ) -> TransferKind:
     """Reads a `TransferKind`. `first_leaf` is the first leaf of this kind, and `dtypes`
-    has the dtypes of all sources, by path.
+    has the dtypes of all sources, by path. In a row behind the first columns stand the
+    position in the source, of as many numbers as `rank`, and that in the buffer.
     """
     buffers = []
     for process, devices, box in data["buffers"]:
@@ -257,9 +258,10 @@ def _rows_of(
     buffer_count: int,
     form_count: int,
 ) -> np.ndarray:
-    """Reads the rows of a kind from the columns that JSON has. Raises `ValueError`
-    unless they are whole numbers from -1, -1 only where a row has no sender, and name
-    buffers and forms that there are.
+    """Reads the rows of a kind from the columns that JSON has: the sending process and
+    its device, the number of the buffer, that of the form, and positions. Raises
+    `ValueError` unless they are whole numbers from -1, -1 only where a row has no
+    sender, and name buffers and forms that there are.
     """
     require(len(columns) == column_count, f"{len(columns)} columns of pieces")
     rows = np.array(columns).T
@@ -271,6 +273,7 @@ def _rows_of(
     )
     require(is_table, "pieces that are no table of whole numbers")
     rows = rows.reshape(-1, column_count).astype(np.int64)
+    # `BUFFER` and `FORM` are the numbers of columns. Only the sender stands before.
     is_known = (
         (rows[:, BUFFER:] >= 0).all()
         and (rows[:, BUFFER] < buffer_count).all()

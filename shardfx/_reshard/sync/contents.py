@@ -67,13 +67,15 @@ def sent_sums(
     for each leaf.
 
     An element that several processes have counts for the first of them. Constants count
-    for the first process that sends to the receiver.
+    for the first process that sends to the receiver. `read` returns the elements of a
+    source, given by its path, in a box.
     """
     is_first = sender == plan.senders_to(receiver)[0]
     sums = np.zeros((len(numbers), _COLUMNS), np.uint64)
     for row, number in enumerate(numbers):
         leaf = plan.leaves[number]
         kind = plan.kinds[leaf.kind]
+        # From the paths of the sources of the kind's first leaf to those of this leaf.
         names = dict(zip(kind.source_paths, leaf.source_paths, strict=True))
         weights = _Weights(leaf)
         pieces = [
@@ -112,10 +114,14 @@ def _boxes_received(kind: TransferKind, receiver: int) -> list[Box]:
 
 
 def _counted_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...]:
-    """The boxes of a source whose first holder is the process `sender`."""
+    """The boxes of a source whose first holder is the process `sender`. The plan caches
+    them in `known`.
+    """
     key = ("counted boxes", path, sender)
     if key not in plan.known:
         source_boxes = _source_boxes(plan.mesh, plan.sources[path])
+        # From a box to the position of the first device that holds it. `senders` has
+        # the process of the device at each position.
         first = first_holder_by_box(enumerate(source_boxes))
         plan.known[key] = tuple(
             [box for box, position in first.items() if plan.senders[position] == sender]
@@ -157,9 +163,13 @@ def _add_checksum(
     weights: "_Weights",
     read: Read,
 ) -> None:
-    """Adds the number of elements of a piece, and their checksum, to `sums`, in place."""
+    """Adds the number of elements of a piece, and their checksum, to `sums`, in place.
+    The piece writes elements of `leaf`, whose `weights` multiply them in the checksum.
+    `read` returns the elements of a source in a box.
+    """
     for chunk in chunks(piece, _CHUNK_ELEMENTS):
         elements = _elements_of(chunk, leaf.dtype, read)
+        # For each dimension of the leaf, the elements' positions along it.
         positions = [
             _positions(start, chunk.factors, dim)
             for dim, start in enumerate(chunk.target)
