@@ -75,6 +75,8 @@ def chunks_on_tpus(
     """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if
     whole shards move at once. `itemsize_bits` are the bits of an element.
     """
+    # All steps keep the order of elements inside a block, so a chunk is the same part
+    # of every block along one dimension.
     blocks = _blocks(shape, steps)
     elements = max(math.prod(shape), math.prod(blocks.target_shape))
     count = _chunk_count(blocks.whole, blocks.sizes, steps)
@@ -149,8 +151,9 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> _Blocks:
-    """Returns the blocks of an array. `shape` is the shape of a shard before the
-    move.
+    """Returns the shape of the whole array, the size of its blocks along each
+    dimension, and the shape of a shard after the move. `shape` is the shape of a shard
+    before the move. All steps keep the order of elements inside a block.
     """
     first_counts = steps[0].source.counts
     # Along each dimension, the least common multiple of the shard counts.
@@ -231,6 +234,7 @@ def _doubles_after_copies(
     step = steps[position]
     earlier = kinds[:position]
     later = kinds[position + 1 :]
+    # For each dimension, the sub-axes by which the all-to-all splits it.
     splits = all_to_all(step.source, step.target, step.source).splits
     splits_last_dim_only = not any(splits[:-1])
     if not _reorders_chunks(step):
@@ -248,7 +252,8 @@ def _reorders_chunks(step: MoveStep) -> bool:
     """
     if step.kind != "all_to_all":
         return False
-    # The order of chunks is the same however devices are numbered.
+    # For each dimension, the sub-axes by which it is split into chunks, as indices in
+    # the group's sub-axes. They are the same however devices are numbered.
     splits = all_to_all(step.source, step.target, step.source).splits
     order = list(it.chain.from_iterable(splits))
     return order != sorted(order)
@@ -263,32 +268,36 @@ def in_chunks(
 ) -> Any:
     """Returns `move(shard)`, computed by calling `move` with one chunk of the shard
     after another. With `as_on_tpus`, shards are stored in the order of dimensions that
-    needs the least memory on TPUs.
+    needs the least memory on TPUs. Arrays in this order are named `stored`.
     """
+    # How the shard is stored before and after the move.
     source = _Stored.of(shard.shape, chunks, as_on_tpus)
     target = _Stored.of(chunks.target_shape, chunks, as_on_tpus)
 
-    def with_moved_chunk(out: object, start: object, size: int) -> Any:
-        """`out` with one more chunk: the elements `start` to `start + size` of each
-        block.
+    def with_moved_chunk(stored_target: object, start: object, size: int) -> Any:
+        """The shard after the move with one more chunk: the elements `start` to `start
+        + size` of each block.
         """
-        chunk = _in_order_of_dims(source.chunk_of(stored, start, size))
+        chunk = _in_order_of_dims(source.chunk_of(stored_source, start, size))
         moved_chunk = move(source.from_stored(chunk))
         stored_chunk = _in_order_of_dims(target.to_stored(moved_chunk))
-        with_chunk = target.with_chunk(out, stored_chunk, start, size)
+        with_chunk = target.with_chunk(stored_target, stored_chunk, start, size)
         return _in_order_of_dims(with_chunk)
 
-    def move_chunk(index: Any, out: Any) -> Any:
-        return with_moved_chunk(out, index * chunks.chunk, chunks.chunk)
+    def move_chunk(index: Any, stored_target: Any) -> Any:
+        return with_moved_chunk(stored_target, index * chunks.chunk, chunks.chunk)
 
-    stored = _in_order_of_dims(source.to_stored(shard))
-    out_shape = [chunks.target_shape[dim] for dim in target.order]
-    out = _in_order_of_dims(lax.empty(tuple(out_shape), shard.dtype))
-    whole_chunks, rest = divmod(chunks.block, chunks.chunk)
-    out = lax.fori_loop(0, whole_chunks, move_chunk, out)
-    if rest:
-        out = with_moved_chunk(out, whole_chunks * chunks.chunk, rest)
-    return target.from_stored(out)
+    stored_source = _in_order_of_dims(source.to_stored(shard))
+    stored_shape = [chunks.target_shape[dim] for dim in target.order]
+    empty_target = lax.empty(tuple(stored_shape), shard.dtype)
+    stored_target = _in_order_of_dims(empty_target)
+    # The last chunk of a block may be smaller.
+    whole_chunks, last_size = divmod(chunks.block, chunks.chunk)
+    stored_target = lax.fori_loop(0, whole_chunks, move_chunk, stored_target)
+    if last_size:
+        start = whole_chunks * chunks.chunk
+        stored_target = with_moved_chunk(stored_target, start, last_size)
+    return target.from_stored(stored_target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +343,7 @@ class _Stored:
             return lax.dynamic_slice_in_dim(stored, start, size, self.position)
 
         def copy(index: Any, chunk: Any) -> Any:
+            """`chunk` with its strip of the block `index`."""
             start_in_shard = index * self.block + start
             start_in_chunk = index * size
             strip = lax.dynamic_slice_in_dim(
@@ -353,6 +363,7 @@ class _Stored:
         """
 
         def copy(index: Any, stored: Any) -> Any:
+            """`stored` with the chunk's strip of the block `index`."""
             start_in_chunk = index * size
             start_in_shard = index * self.block + start
             strip = lax.dynamic_slice_in_dim(chunk, start_in_chunk, size, self.position)

@@ -58,22 +58,29 @@ class Exchange:
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
     """Returns the replica groups along `sub_axes` of `layout`, as an integer array with
     one row for each group. A row lists devices that differ only in their coordinates
-    along these sub-axes, in the order of these coordinates.
+    along these sub-axes, in the order of these coordinates. A device's number is its
+    position in the mesh order of the layout `like`.
     """
+    # A row of device coordinates for each sub-axis.
     coordinates = device_coordinates(layout, like)
     others = [axis for axis in range(len(layout.sizes)) if axis not in sub_axes]
-    member = shard_index(layout.sizes, coordinates, sub_axes)
+    # For each device, the number of its group, and its position in the group.
     group = shard_index(layout.sizes, coordinates, tuple(others))
+    member = shard_index(layout.sizes, coordinates, sub_axes)
     member_count = product_of(layout.sizes, sub_axes)
     return np.lexsort((member, group)).reshape(-1, member_count)
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
     """Returns the all-to-all from layout `source` to layout `target`, which have one
-    mesh and equally many shards.
+    mesh and equally many shards. The replica groups number devices in the mesh order of
+    `like`. `splits` and `joins` of the result have, for each dimension, the moving
+    sub-axes that shard it only after, and only before the all-to-all.
     """
+    # From a sub-axis to the dimension that it shards.
     before = dim_of_sub_axis(source)
     after = dim_of_sub_axis(target)
+    # The sub-axes that shard another dimension after it than before.
     moving: list[int] = []
     for sub_axis in before:
         if before[sub_axis] != after[sub_axis]:
@@ -159,7 +166,8 @@ def join(parts: Any, exchange: Exchange) -> Any:
 def kept_parts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
     """Returns which part of its shard each device keeps in a slice step from `source`
     to `target`, which cuts shards into equal parts: an integer array of shape
-    `(devices, rank)` with the index of the part along each dimension.
+    `(devices, rank)` with the index of the part along each dimension. The devices are
+    in the mesh order of `like`.
     """
     coordinates = device_coordinates(target, like)
     part_numbers: list[np.ndarray] = []

@@ -194,8 +194,11 @@ def link_groups(fine_layout: FineLayout) -> list[LinkGroups]:
     groups = []
     # A mesh without axes has one device, and one group.
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
-        dearer = tuple(axis for axis, other in enumerate(weights) if other > weight)
-        numbers = shard_index(sizes, fine_layout.coordinates, dearer)
+        dearer_axes = tuple(
+            [axis for axis, other in enumerate(weights) if other > weight]
+        )
+        # Devices with the same coordinates along these sub-axes have one number.
+        numbers = shard_index(sizes, fine_layout.coordinates, dearer_axes)
         groups.append(LinkGroups(weight, numbers))
     return groups
 
@@ -206,11 +209,13 @@ class Shards:
     """
 
     def __init__(self, fine_layout: FineLayout):
+        # The size of each sub-axis.
         self.sizes = fine_layout.layout.sizes
-        # Half the bytes, half the time: on thousands of devices the search is bound by
-        # these arrays.
+        # For each sub-axis, the coordinate of each device along it. In half the bytes,
+        # since on thousands of devices these arrays take the search most of its time.
         self.coordinates = fine_layout.coordinates.astype(np.int32)
         self.device_count = fine_layout.coordinates.shape[1]
+        # The results of the methods `count`, `index` and `numbers`.
         self._count: dict[SubAxes, int] = {}
         self._index: dict[SubAxes, np.ndarray] = {
             (): np.zeros(self.device_count, np.int32)

@@ -45,6 +45,7 @@ class LowerBound:
         far_is: Literal["target", "source"],
     ):
         self.shards = shards
+        # Whether devices must end with their shards in `far`.
         self.needs_far = far_is == "target"
         far_shards = Shards(far)
         self.far = [
@@ -52,17 +53,21 @@ class LowerBound:
             for axes in far.layout.dims
         ]
         self.far_shard_count = far.layout.shard_count
-        groups = link_groups(near)
-        self.cheapest = groups[0].weight
-        self.dearer = [
+        # A division of the devices into groups for each weight (the cost of a byte),
+        # in ascending order.
+        divisions = link_groups(near)
+        self.least_weight = divisions[0].weight
+        # Bytes between the groups of a division cost the next higher weight.
+        self.group_bounds = [
             _GroupBound(
                 shards,
                 far=self.far,
-                group=cheaper.numbers,
-                extra=dearer.weight - cheaper.weight,
+                group_of_device=cheaper.numbers,
+                extra_weight=dearer.weight - cheaper.weight,
             )
-            for cheaper, dearer in it.pairwise(groups)
+            for cheaper, dearer in it.pairwise(divisions)
         ]
+        # The results of `_common_share`.
         self._common_shares: dict[tuple[int, SubAxes], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
@@ -88,9 +93,9 @@ class LowerBound:
             shard_count = self.shards.shard_count(dims)
         missing = max(0.0, 1.0 / shard_count - float(common) / len(last))
         between_groups = sum(
-            [group.bound(dims, self.needs_far) for group in self.dearer]
+            [group.bound(dims, self.needs_far) for group in self.group_bounds]
         )
-        return missing * self.cheapest + between_groups
+        return missing * self.least_weight + between_groups
 
     def _common_share(self, dim: int, axes: SubAxes) -> np.ndarray | None:
         """For each device, the fraction of the dimension `dim` that its shards in two
@@ -118,26 +123,33 @@ class _GroupBound:
     """The second cost of a `LowerBound`: that of the elements which groups of devices
     exchange over dearer axes.
 
-    `group` has the number of each device's group. `extra` is what a byte between groups
-    costs more than over the next cheaper axis. `far` describes the layout at the far
-    end of the move, dimension by dimension.
+    `group_of_device` has the number of each device's group. `extra_weight` is what a
+    byte between groups costs more than over the next cheaper axis. `far` describes the
+    layout at the far end of the move, dimension by dimension.
     """
 
     def __init__(
         self,
         shards: Shards,
         far: list[FarDim],
-        group: np.ndarray,
-        extra: float,
+        group_of_device: np.ndarray,
+        extra_weight: float,
     ):
         self.shards = shards
-        self.group = group
-        self.extra = extra
-        self.groups = int(group.max()) + 1
+        self.group_of_device = group_of_device
+        self.extra_weight = extra_weight
+        self.group_count = int(group_of_device.max()) + 1
+        # For each dimension, the shards that each group holds in the layout `far`.
         self.far = [
-            _GroupShards(group, self.groups, dim.shard_index, dim.shard_count)
+            _GroupShards(
+                group_of_device,
+                self.group_count,
+                shard_of_device=dim.shard_index,
+                shard_count=dim.shard_count,
+            )
             for dim in far
         ]
+        # The results of `_group_shares`.
         self._shares: dict[tuple[int, SubAxes], _GroupShares] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
@@ -150,24 +162,28 @@ class _GroupBound:
         needed: Any = 1.0
         common: Any = 1.0
         for dim, axes in enumerate(dims):
-            if not axes and self.far[dim].count == 1:
+            # A dimension that neither layout shards.
+            if not axes and self.far[dim].shard_count == 1:
                 continue
             shares = self._group_shares(dim, axes)
             needed = needed * (self.far[dim].share if needs_far else shares.held)
             common = common * shares.common
         missing = max(0.0, float(np.mean(needed - common)))
         # All groups together, divided among the devices.
-        return missing * self.groups / self.shards.device_count * self.extra
+        missing_of_device = missing * self.group_count / self.shards.device_count
+        return missing_of_device * self.extra_weight
 
     def _group_shares(self, dim: int, axes: SubAxes) -> "_GroupShares":
-        """What groups hold of the dimension `dim`, if `axes` shard it."""
+        """The fraction of the dimension `dim` that each group holds if `axes` shard it,
+        and the fraction of it that the group also holds in the layout `far`.
+        """
         key = (dim, axes)
         if key not in self._shares:
             held = _GroupShards(
-                self.group,
-                self.groups,
-                index=self.shards.index(axes),
-                count=self.shards.count(axes),
+                self.group_of_device,
+                self.group_count,
+                shard_of_device=self.shards.index(axes),
+                shard_count=self.shards.count(axes),
             )
             self._shares[key] = _GroupShares(
                 held=held.share,
@@ -187,40 +203,49 @@ class _GroupShares(NamedTuple):
 
 class _GroupShards:
     """The shards along one dimension that each group of devices holds. There are
-    `groups` groups and `count` shards. For each device, `group` has the number of its
-    group, and `index` the index of its shard.
-
-    `holds` is true at `group * count + shard` if some device of the group has the
-    shard. `held_groups` and `held_shards` list the group and the shard of each of these
-    pairs. `share` is the fraction of the dimension that each group holds.
+    `group_count` groups and `shard_count` shards. `group_of_device` and
+    `shard_of_device` have the number of each device's group, and the index of its
+    shard.
     """
 
-    def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
-        self.groups = groups
-        self.count = count
-        self.holds = np.zeros(groups * count, bool)
-        self.holds[group * count + index] = True
-        pairs = np.flatnonzero(self.holds)
-        self.held_groups, self.held_shards = np.divmod(pairs, count)
-        self.share = np.bincount(self.held_groups, minlength=groups) * (1.0 / count)
+    def __init__(
+        self,
+        group_of_device: np.ndarray,
+        group_count: int,
+        shard_of_device: np.ndarray,
+        shard_count: int,
+    ):
+        self.group_count = group_count
+        self.shard_count = shard_count
+        # For each pair of a group and a shard, at `group * shard_count + shard`:
+        # whether some device of the group has the shard.
+        self.is_held = np.zeros(group_count * shard_count, bool)
+        self.is_held[group_of_device * shard_count + shard_of_device] = True
+        # The group and the shard of each pair that is held.
+        pairs = np.flatnonzero(self.is_held)
+        self.held_groups, self.held_shards = np.divmod(pairs, shard_count)
+        # The fraction of the dimension that each group holds.
+        held_counts = np.bincount(self.held_groups, minlength=group_count)
+        self.share = held_counts * (1.0 / shard_count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
         """For each group, the fraction of the dimension that it holds both under this
         sharding and under `other`.
         """
-        fine = self if self.count >= other.count else other
+        fine = self if self.shard_count >= other.shard_count else other
         coarse = other if fine is self else self
         # The dimension is divided into parts, which are shards or fractions of shards
-        # in both shardings. `group` and `part` list the parts that groups hold under
-        # `fine`.
-        parts = math.lcm(fine.count, coarse.count)
-        parts_of_shard = parts // fine.count
-        group = fine.held_groups
-        part = fine.held_shards
-        if parts_of_shard > 1:
-            group = np.repeat(group, parts_of_shard)
-            numbers = np.arange(parts_of_shard)
-            part = np.add.outer(part * parts_of_shard, numbers).ravel()
-        coarse_index = part // (parts // coarse.count)
-        is_common = coarse.holds[group * coarse.count + coarse_index]
-        return np.bincount(group[is_common], minlength=self.groups) * (1.0 / parts)
+        # in both shardings. `groups` and `parts` list the pairs of a group and a part
+        # that it holds under `fine`.
+        part_count = math.lcm(fine.shard_count, coarse.shard_count)
+        parts_per_shard = part_count // fine.shard_count
+        groups = fine.held_groups
+        parts = fine.held_shards
+        if parts_per_shard > 1:
+            groups = np.repeat(groups, parts_per_shard)
+            numbers = np.arange(parts_per_shard)
+            parts = np.add.outer(parts * parts_per_shard, numbers).ravel()
+        coarse_shards = parts // (part_count // coarse.shard_count)
+        is_common = coarse.is_held[groups * coarse.shard_count + coarse_shards]
+        common_counts = np.bincount(groups[is_common], minlength=self.group_count)
+        return common_counts * (1.0 / part_count)

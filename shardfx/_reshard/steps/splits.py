@@ -69,6 +69,8 @@ def order_primes(
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [list(map(primes, src.sizes)), list(map(primes, dst.sizes))]
 
+    # For each mesh axis, a key for each of its prime factors. Factors of the two meshes
+    # have equal keys if each device has the same coordinate along both.
     src_positions, dst_positions = device_positions
     src_keys = _keys_by_axis(src, src_positions)
     dst_keys = _keys_by_axis(dst, dst_positions)
@@ -204,25 +206,31 @@ def join_primes(
     return list(map(_joined, splits, last_primes))
 
 
+class _DimShards(NamedTuple):
+    """A dimension of an array, and into how many shards some sub-axes divide it."""
+
+    dim: int
+    shard_count: int
+
+
 class _Primes:
     """The sub-axes of one mesh, all of prime sizes. `layout` is a layout over them, and
     `keys` has a key for each. Sub-axes of two meshes have equal keys if each device has
     the same coordinate along both.
-
-    For each sub-axis that shards a dimension, `shard_counts` has this dimension and the
-    number of shards into which the sub-axes up to this one divide it. If sub-axes 4 and
-    7, of sizes 2 and 3, shard dimension 0, it is `{4: (0, 2), 7: (0, 6)}`.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
         self.sub_axis_of_key = {key: sub_axis for sub_axis, key in enumerate(keys)}
-        self.shard_counts: dict[int, tuple[int, int]] = {}
+        # For each sub-axis that shards a dimension: the dimension, and the number of
+        # shards into which the sub-axes up to this one divide it. If sub-axes 4 and 7,
+        # of sizes 2 and 3, shard dimension 0, it is {4: (0, 2), 7: (0, 6)}.
+        self.shards_up_to: dict[int, _DimShards] = {}
         for dim, axes in enumerate(layout.dims):
-            count = 1
+            shard_count = 1
             for sub_axis in axes:
-                count *= layout.sizes[sub_axis]
-                self.shard_counts[sub_axis] = (dim, count)
+                shard_count *= layout.sizes[sub_axis]
+                self.shards_up_to[sub_axis] = _DimShards(dim, shard_count)
 
     def must_split_after(
         self,
@@ -241,6 +249,8 @@ class _Primes:
           sub-axes up to `sub_axis`, the other by the sub-axes up to one in
           `last_primes`.
         """
+        # The numbers of the two sub-axes in the other mesh; `None` for one that it
+        # lacks.
         first = other.sub_axis_of_key.get(self.keys[sub_axis])
         second = other.sub_axis_of_key.get(self.keys[sub_axis + 1])
         follows = first is not None and second == first + 1
@@ -248,12 +258,12 @@ class _Primes:
         is_alike = first == second or (follows and first not in last_primes)
         if not is_alike:
             return True
-        # `None` for sub-axes that shard no dimension, which equals no count.
-        # A dimension and the count of its shards, for each of them.
-        other_counts = [
-            other.shard_counts.get(other_sub_axis) for other_sub_axis in last_primes
+        # Dimensions and their numbers of shards; `None` for a sub-axis that shards none.
+        shards = self.shards_up_to.get(sub_axis)
+        other_shards = [
+            other.shards_up_to.get(other_sub_axis) for other_sub_axis in last_primes
         ]
-        return self.shard_counts.get(sub_axis, ()) in other_counts
+        return shards is not None and shards in other_shards
 
 
 def _joined(split: Split, last_primes: set[int]) -> Split:
@@ -294,6 +304,8 @@ def refine(
     can shard dimensions for which their product is too large. Along links that both
     use, both layouts get equal weights.
     """
+    # The devices are numbered in the source's mesh order. Each split has the sizes of
+    # the sub-axes of each mesh axis.
     device_positions = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, device_positions)
     if not prime and max(map(_factor_count, splits)) > _MOST_PRIMES:
@@ -306,6 +318,7 @@ def refine(
     fine_layouts = map(_fine_layout, (src, dst), splits, device_positions)
     source, target = _with_equal_weights(*fine_layouts)
 
+    # Sub-axes have equal keys if each device has the same coordinate along both.
     source_axis_of_key = {key: number for number, key in enumerate(source.keys)}
     if not source_axis_of_key.keys() >= set(target.keys):
         return source, target
