@@ -158,7 +158,7 @@ def _check_kind(
 ) -> None:
     """Raises `ValueError` unless the buffers, pieces, forms and rows of `kind` fit its
     first leaf, `leaf`, and the rows write each element of each buffer once. `budget`
-    limits what that takes.
+    limits the corners of boxes that are compared for that.
     """
     where = f"leaf `{leaf.path}`"
     rank = len(leaf.shape)
@@ -365,6 +365,8 @@ def _is_covered(kind: TransferKind, rank: int, budget: _CornerBudget) -> bool:
         values, numbers = np.unique(coordinates, return_inverse=True)
         key_count *= len(values)
         require(key_count < MOST_NUMBER, f"pieces at {key_count:,} positions")
+        # `keys` has the corners of all boxes so far, one set of corners of every box
+        # after another.
         corner_numbers = np.tile(numbers.reshape(2, -1), len(keys) // len(lows))
         keys = (keys * len(values) + corner_numbers).reshape(-1)
         signs = np.concatenate([signs, -signs])
@@ -385,6 +387,8 @@ def _written_boxes(
     """
     rows = kind.rows[kind.rows[:, FORM] == form_number]
     factors = kind.forms[form_number].factors
+    # Along each dimension, how many elements a box without gaps has, and the loops that
+    # repeat it.
     lengths = np.ones(rank, np.int64)
     loops = []
     for factor in sorted(factors, key=lambda factor: factor.target_step):
@@ -397,10 +401,10 @@ def _written_boxes(
     budget.take(box_count << rank)
 
     lows = rows[:, FIRST_POSITION + kind.rank :]
-    owners = rows[:, BUFFER]
+    buffers = rows[:, BUFFER]
     for factor in loops:
         offsets = np.zeros((factor.size, rank), np.int64)
         offsets[:, factor.target_dim] = np.arange(factor.size) * factor.target_step
         lows = (lows[:, None] + offsets).reshape(-1, rank)
-        owners = np.repeat(owners, factor.size)
-    return _Boxes(lows=lows, highs=lows + lengths, buffers=owners)
+        buffers = np.repeat(buffers, factor.size)
+    return _Boxes(lows=lows, highs=lows + lengths, buffers=buffers)

@@ -47,10 +47,12 @@ class Door:
         self._answer = answer
         self._grace_seconds = grace_seconds
         self._lock = threading.Lock()
-        # The threads of connections, in the order of arrival.
+        # The threads of connections, in the order of arrival: of those that have yet to
+        # prove the secret, and of those that have proved it.
         self._unproved: dict[socket.socket, _Unproved] = {}
         self._proved: dict[socket.socket, threading.Thread] = {}
         self._is_closed = False
+        # The earliest time of the next warning, by `time.monotonic`.
         self._next_log = 0.0
         self._accepting = threading.Thread(target=self._accept_all, daemon=True)
 

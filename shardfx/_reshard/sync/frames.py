@@ -50,12 +50,16 @@ class _Counter:
     """The keys and the nonces of one direction."""
 
     def __init__(self, secret: bytes):
+        # The secret from which the current key, and the next secret, are derived.
         self._chain = secret
         self._key = expanded(secret, "key", 16)
+        # The number of frames with the current key.
         self._count = 0
 
     def next(self) -> tuple[bytes, bytes]:
-        """The key and the nonce of the next frame."""
+        """The key and the nonce of the next frame. After `FRAMES_PER_KEY` frames the
+        secret is replaced by one derived from it, and the key with it.
+        """
         if self._count == FRAMES_PER_KEY:
             self._chain = expanded(self._chain, "next keys")
             self._key = expanded(self._chain, "key", 16)
@@ -97,6 +101,7 @@ class FrameLine:
             context.finalize()
             self._line.send([header, *parts, context.tag])
             return
+        # All calls together are one message, which has one time-out.
         message = self._line.message(len(header) + length + TAG_BYTES)
         self._line.send([header], message)
         for part in _slices(parts):
@@ -213,9 +218,13 @@ class SocketChannel:
         self._frames = frames
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
+        """Sends the rows of bytes of a round as one frame."""
         self._frames.send(ROUND, round, [piece.data for piece in pieces])
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
+        """Receives the rows of bytes of a round into `memories`. Raises `SyncError` if
+        the sender says that they are gone, or sends another frame.
+        """
         length = sum(memory.nbytes for memory in memories)
         header = self._frames.receive_header()
         if header.type == GONE and header.length <= MOST_BODY_BYTES:
@@ -227,6 +236,7 @@ class SocketChannel:
         self._frames.receive_body(header, [memory.data for memory in memories])
 
     def commit(self, revision: int | None = None) -> int:
+        """Ends a transfer: the sender gives the `revision`, and the receiver gets it."""
         if revision is not None:
             self._frames.send(COMMIT, revision)
             return revision

@@ -86,6 +86,7 @@ class Hello(NamedTuple):
     public_key: bytes
 
     def to_bytes(self) -> bytes:
+        """The message's bytes, which `from_bytes` reads."""
         return _HELLO.pack(
             _MAGIC,
             self.version,
@@ -99,6 +100,9 @@ class Hello(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "Hello":
+        """Reads the first message of the other process. Raises `SyncError` for any other
+        bytes.
+        """
         magic, version, suite, role, sender, receiver, random, public_key = (
             _HELLO.unpack(data)
         )

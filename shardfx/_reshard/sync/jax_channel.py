@@ -59,6 +59,8 @@ class JaxChannel:
         if device is None:
             device = jax.local_devices()[0]
         self._device = device
+        # The number of the next round, and whether the other process has received the
+        # last one.
         self._count = 0
         self._is_taken = True
 
@@ -108,8 +110,8 @@ class JaxChannel:
         )
 
     def _pull(self, number: int, count: int) -> np.ndarray:
-        """The `count` bytes that the other process offers under `number`. Raises
-        `SyncError` if they do not come within the time-out.
+        """The `count` bytes that the other process offers under `number` of this
+        session. Raises `SyncError` if they do not come within the time-out.
         """
         struct = jax.ShapeDtypeStruct(
             (count,), np.uint8, sharding=SingleDeviceSharding(self._device)

@@ -161,6 +161,7 @@ class TransferKind:
         """For each row, the number of the first row for which the same process sends
         the same bytes to the same process. These bytes are received once.
         """
+        # Forms with one number send equal bytes from equal positions.
         content_numbers: dict[object, int] = {}
         content_of_form = np.array(
             [
@@ -209,7 +210,7 @@ class TransferKind:
         by_content: dict[int, list[int]] = {}
         for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
             by_content.setdefault(first, []).append(number)
-        return [tuple(alike) for alike in by_content.values()]
+        return [tuple(equal_parts) for equal_parts in by_content.values()]
 
     @property
     def wire_bytes(self) -> int:

@@ -352,8 +352,10 @@ def _kind(
     encodings = _encodings(made_leaf, structs)
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
+    # It collects the rows and the forms.
     table = Table(target.path, rank, made_leaf.dtype)
-    # Of sources with several replicas, receiving processes get different ones.
+    # Of sources with several replicas, receiving processes get different ones. A choice
+    # has the number of the replica of each source, and serves the buffers `numbers`.
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
         senders_by_source: dict[str, Holders] = {}
         for name, replica in zip(sources, replica_choice, strict=True):
@@ -469,17 +471,20 @@ def _add_parts(
         parts = list(_split_at_edges(parts, paths, table))
 
     local_numbers = _local_numbers(jobs.senders)
-    shard_starts = {name: _starts(boxes) for name, boxes in holders.items()}
+    # For each source, by path: where each sending device's shard starts in it.
+    shard_starts = {path: _starts(boxes) for path, boxes in holders.items()}
     for part in parts:
-        numbers = numbers_by_receiver[part.receiver - first_receiver]
+        buffer_numbers = numbers_by_receiver[part.receiver - first_receiver]
         name = part.piece.value.path
         if name is None:
-            table.add((-1, -1), None, [], part.piece, numbers)
+            # A constant has no sender, no encoding and no shard.
+            table.add((-1, -1), None, [], part.piece, buffer_numbers)
             continue
         encoding = encodings[name]
+        # The sending process, and the number of the device in it.
         sender = (jobs.senders[part.sender], local_numbers[part.sender])
         start = shard_starts[encoding.path][part.sender]
-        table.add(sender, encoding, start, part.piece, numbers)
+        table.add(sender, encoding, start, part.piece, buffer_numbers)
 
 
 def _starts(holders: Holders) -> dict[int, Sequence[int]]:

@@ -142,7 +142,9 @@ def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
 
 
 def _published(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
-    """The shards of an array in this process. `cache` is that of `publishable`."""
+    """The distinct shards of an array in this process, and their boxes. Arrays with
+    equal boxes have equal `layout`s. `cache` is that of `publishable`.
+    """
     if not isinstance(leaf, jax.Array):
         data = np.asarray(leaf, order="C")
         box = whole_box(data.shape)

@@ -133,6 +133,9 @@ def receive(
     has_failed = threading.Event()
 
     def pull(sender: int) -> tuple[int, np.ndarray]:
+        """The revision from one sender, and the sums of its content. After an error the
+        threads of the other senders stop too.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(has_failed.set)
             result = lines[sender].run(has_failed, check_content)
@@ -192,12 +195,13 @@ class _Incoming:
         spare: SpareMemory,
         channel: Channel,
     ):
-        order = schedule(plan, sender, receiver)
+        planned = schedule(plan, sender, receiver)
         self._plan = plan
-        self._rounds = order.rounds
+        self._rounds = planned.rounds
         self._rows_of_kind = _rows_of_kinds(plan, sender, receiver)
         self._spare = spare
         self._channel = channel
+        # The memory of rows that are copied into buffers once they have arrived.
         self._scratch = np.empty(0, np.uint8)
         # For each leaf the number of its rows.
         self.rows_by_leaf = [len(self._rows_of_kind[leaf.kind]) for leaf in plan.leaves]
@@ -283,9 +287,10 @@ def _aligned(nbytes: int) -> int:
 
 def _write_constants(plan: TransferPlan, receiver: int, spare: SpareMemory) -> None:
     """Writes the constants of all leaves, which nobody sends, into a receiver's memory."""
-    order = schedule(plan, -1, receiver)
-    for entry in (entry for entries in order.rounds for entry in entries):
-        row = order.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
+    # The sender -1 stands for constants.
+    planned = schedule(plan, -1, receiver)
+    for entry in (entry for entries in planned.rounds for entry in entries):
+        row = planned.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
         assert isinstance(row, SentPart)
         with np.errstate(over="ignore", invalid="ignore"):
             for transfer in row.transfers_of_buffers:
@@ -303,12 +308,12 @@ def _rows_of_kinds(
     """
     key = ("incoming", sender, receiver)
     if key not in plan.known:
-        order = schedule(plan, sender, receiver)
+        planned = schedule(plan, sender, receiver)
         dtypes = {leaf.kind: leaf.dtype for leaf in plan.leaves}
         plan.known[key] = [
             tuple(_incoming_row(row, kind, dtypes[number]) for row in rows)
             for number, (kind, rows) in enumerate(
-                zip(plan.kinds, order.rows_of_kind, strict=True)
+                zip(plan.kinds, planned.rows_of_kind, strict=True)
             )
         ]
     rows: Any = plan.known[key]

@@ -51,7 +51,7 @@ _LOG = logging.getLogger("shardfx.sync")
 _PROOF_SECONDS = 5.0
 
 
-class _Held:
+class _PublishedRevision:
     """A published revision, how many connections read it, and whether `publish` stopped
     waiting for them.
     """
@@ -126,8 +126,10 @@ class Sender:
         self._run = _run_id(plan, run)
         self._process = process
         self._timeout = timeout_seconds
-        self._newest: _Held | None = None
+        self._newest: _PublishedRevision | None = None
+        # It guards `_newest` and the number of its readers.
         self._changed = threading.Condition()
+        # One `publish` runs at a time.
         self._publishing = threading.Lock()
         listening = socket.create_server((host, port))
         self.address: Address = listening.getsockname()[:2]
@@ -174,11 +176,11 @@ class Sender:
                     f"revision {revision} is not above {newest.number}, which is"
                     " published already."
                 )
-            held = _Held(
+            published = _PublishedRevision(
                 revision, publishable(arrays, self._plan.sources, self._plan.known)
             )
             with self._changed:
-                self._newest = held
+                self._newest = published
                 if newest is not None:
                     self._changed.wait_for(lambda: not newest.readers, self._timeout)
                     newest.is_withdrawn = True
@@ -211,12 +213,12 @@ class Sender:
             digests = leaf_digests(self._plan.leaves)
             frames.send(MISMATCH, len(self._plan.leaves), [digests])
             return
-        with self._reading() as held:
-            if held is None:
+        with self._reading() as published:
+            if published is None:
                 offer = Offer(revision=None, is_new=False)
                 frames.send(OFFER, 0, [offer.to_bytes()])
                 return
-            revision = Revision(self._run, held.number)
+            revision = Revision(self._run, published.number)
             offer = Offer(revision, is_new(revision, request.revision))
             frames.send(OFFER, 0, [offer.to_bytes()])
             if not offer.is_new:
@@ -224,28 +226,28 @@ class Sender:
             _, body = frames.receive_message(TAKE)
             take = Take.from_bytes(body)
             if take.revision == revision:
-                self._send(held, frames, session.ends.receiver, take.check_content)
+                self._send(published, frames, session.ends.receiver, take.check_content)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[_Held | None]:
+    def _reading(self) -> Iterator[_PublishedRevision | None]:
         """A context with the newest revision, `None` before the first. `publish` waits
         for the end of the context before it withdraws the revision.
         """
         with self._changed:
-            held = self._newest
-            if held is not None:
-                held.readers += 1
+            published = self._newest
+            if published is not None:
+                published.readers += 1
         try:
-            yield held
+            yield published
         finally:
-            if held is not None:
+            if published is not None:
                 with self._changed:
-                    held.readers -= 1
+                    published.readers -= 1
                     self._changed.notify_all()
 
     def _send(
         self,
-        held: _Held,
+        published: _PublishedRevision,
         frames: FrameLine,
         receiver: int,
         check_content: bool,
@@ -255,30 +257,30 @@ class Sender:
         """
 
         def require_present() -> None:
-            if held.is_withdrawn:
+            if published.is_withdrawn:
                 raise SyncError(
-                    f"revision {held.number} is withdrawn: the trainer published the"
+                    f"revision {published.number} is withdrawn: the trainer published the"
                     f" next one, and waited {self._timeout:g} s for this transfer."
                 )
 
         try:
             send_published(
                 self._plan,
-                held.arrays,
+                published.arrays,
                 SocketChannel(frames),
-                held.number,
+                published.number,
                 sender=self._process,
                 receiver=receiver,
                 check_content=check_content,
                 before_round=require_present,
             )
         except SyncError as error:
-            frames.send(GONE, held.number, [str(error).encode()])
+            frames.send(GONE, published.number, [str(error).encode()])
             raise
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             # An array was deleted, on an accelerator.
-            text = f"revision {held.number} cannot be read at the trainer: {error}"
-            frames.send(GONE, held.number, [text.encode()[:MOST_BODY_BYTES]])
+            text = f"revision {published.number} cannot be read at the trainer: {error}"
+            frames.send(GONE, published.number, [text.encode()[:MOST_BODY_BYTES]])
             raise SyncError(text) from error
 
 

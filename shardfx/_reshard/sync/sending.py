@@ -172,17 +172,18 @@ class _Outgoing:
         sender: int,
         receiver: int,
     ):
-        order = schedule(plan, sender, receiver)
-        self.rounds = order.rounds
+        planned = schedule(plan, sender, receiver)
+        self.rounds = planned.rounds
         self._plan = plan
         self._arrays = arrays
         self._rows_of_leaf = _rows_of_leaves(
             plan=plan,
             arrays=arrays,
-            order=order,
+            planned=planned,
             sender=sender,
             receiver=receiver,
         )
+        # The memory of rows that are no range of a shard's bytes.
         self._scratch = np.empty(0, np.uint8)
 
     def pieces(self, entries: Sequence[ScheduledRow]) -> list[np.ndarray]:
@@ -251,6 +252,7 @@ def _encode(part: Encoded, value: Value, memory: np.ndarray, read: Read) -> None
     """
     transfer = part.transfer
     form = transfer.form
+    # The part without repetitions.
     piece = once(transfer.piece)
     # Scales that the receiver multiplies by, and casts that it makes, stay out.
     scale = value.scale if form.scales_dtype is None else None
@@ -290,13 +292,13 @@ def packed(elements: np.ndarray) -> np.ndarray:
 def _rows_of_leaves(
     plan: TransferPlan,
     arrays: Published,
-    order: Schedule,
+    planned: Schedule,
     sender: int,
     receiver: int,
 ) -> list[tuple[OutgoingRow, ...]]:
-    """For each leaf its rows of bytes, as copies of shards. Leaves of one kind whose
-    sources lie alike share them. The rows are computed again only if the shards lie
-    otherwise than before.
+    """For each leaf its rows of bytes in `planned`, as copies of shards. Leaves of one
+    kind whose sources lie alike share them. The rows are computed again only if the
+    shards lie otherwise than before.
     """
     key = ("rows", sender, receiver)
     rows_by_layout: Any = plan.known.setdefault(key, {})
@@ -306,7 +308,7 @@ def _rows_of_leaves(
         rows_key = (leaf.kind, layouts)
         if rows_key not in rows_by_layout:
             compiler = _Compiler(plan.kinds[leaf.kind], leaf, arrays)
-            rows = order.rows_of_kind[leaf.kind]
+            rows = planned.rows_of_kind[leaf.kind]
             if len(rows_by_layout) >= _MOST_LAYOUTS:
                 rows_by_layout.clear()
             rows_by_layout[rows_key] = tuple(map(compiler.row, rows))
@@ -319,6 +321,8 @@ class _Compiler:
 
     def __init__(self, kind: TransferKind, leaf: SentLeaf, arrays: Published):
         self._kind = kind
+        # By the path of a source of the kind's first leaf: the path of the same source
+        # of `leaf`, and its number.
         self._paths = dict(zip(kind.source_paths, leaf.source_paths, strict=True))
         self._numbers = {name: number for number, name in enumerate(kind.source_paths)}
         self._arrays = arrays
@@ -365,6 +369,8 @@ class _Compiler:
         piece = once(transfer.piece)
         path = form.value.path
         assert path is not None
+        # The box of the source that contains the part's elements, and the number of a
+        # shard that contains this box.
         box = hull(swapped(piece))
         shard = self._arrays.containing(self._paths[path], box)
         if form.scales_dtype is not None:

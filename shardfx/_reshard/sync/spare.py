@@ -43,8 +43,10 @@ class SpareMemory:
         self._lock = threading.Lock()
         # For each group the number of rows that have not arrived.
         self._remaining = [0] * (max(self._layout.groups, default=0) + 1)
+        # By the number of a leaf, and then of its buffer.
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        # The finished arrays, by the numbers of their leaves.
         self._arrays: dict[int, jax.Array] = {}
 
     def begin(self, row_counts: Sequence[Sequence[int]]) -> None:
@@ -175,7 +177,10 @@ class MemoryLayout:
                 start_bytes += volume(box) * leaf.dtype.itemsize
 
     def warm(self, states: int) -> None:
-        """Touches the memory of some states, all alive at the same time."""
+        """Allocates and touches the memory of `states` revisions that are alive at the
+        same time.
+        """
+        # The sizes of the blocks of one revision.
         sizes: list[int] = []
         for places in self.places_of_group.values():
             shapes = [(place.shape, place.dtype) for place in places]
@@ -261,6 +266,7 @@ class Blocks:
 
     def __init__(self):
         self._lock = threading.Lock()
+        # The number of blocks that the current revision has taken.
         self._taken = 0
         # All arrays in a block have one base, a view through the buffer protocol. If it
         # is deleted, no array is left.
@@ -277,6 +283,8 @@ class Blocks:
                 block = self._free_block(nbytes)
             if block is None:
                 block = np.empty(nbytes, np.uint8)
+            # All arrays in the block are views of `base`, so the block is free once
+            # `base` is deleted.
             base = np.frombuffer(block.data, np.uint8)
             self._blocks.append((block, weakref.ref(base)))
             self._taken += 1

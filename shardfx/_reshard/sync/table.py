@@ -23,7 +23,10 @@ class Table:
         self._rank = rank
         self._dtype = dtype
         self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
+        # The integers of all parts, one after another, without the numbers of buffers.
         self._rows: list[int] = []
+        # For each part the number of buffers that need it, and their numbers for all
+        # parts one after another.
         self._counts: list[int] = []
         self._buffers: list[int] = []
 
@@ -70,6 +73,7 @@ class Table:
         """
         shape = (len(self._counts), FIRST_POSITION + self._rank + dims)
         rows = np.array(self._rows, np.int64).reshape(shape)
+        # One row for each buffer that needs a part.
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
         order = np.argsort(rows[:, BUFFER], kind="stable")
