@@ -219,14 +219,9 @@ def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     """
     if 0 in x.shape:
         return placed(x, dst)
-    step_layouts = layouts(x.ndim, src, dst)
-    return program(
-        x,
-        src,
-        dst,
-        redistribute(x.shape, bits(x.dtype), *step_layouts).steps,
-        step_layouts[0],
-    )
+    src_layout, dst_layout = layouts(x.ndim, src, dst)
+    plan = redistribute(x.shape, bits(x.dtype), src_layout, dst_layout)
+    return program(x, src, dst, plan.steps, like=src_layout)
 
 
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
@@ -260,7 +255,7 @@ def _batch(
 ) -> tuple[Any, int | None]:
     """The move under `vmap`: the result, and the position of the dimension that `vmap`
     has added, or `None`. `dims` has this position for the argument, `None` if it is not
-    batched.
+    batched. `axis` is JAX's `AxisData`, with the mesh axes that shard the dimension.
     """
     (x,) = args
     (dim,) = dims

@@ -68,6 +68,7 @@ class Line:
         return bytes(memory)
 
     def _receive(self, parts: list[memoryview]) -> int:
+        """Reads some bytes into `parts`. Returns how many; 0 at the stream's end."""
         return self._connection.recvmsg_into(parts)[0]
 
     def _transmit(
@@ -77,8 +78,9 @@ class Line:
         carry: Callable[[list[memoryview]], int],
         verb: str,
     ) -> None:
-        """Carries all parts by calls of `carry`. `verb` says what the peer did with the
-        bytes.
+        """Carries all parts by calls of `carry`, which takes buffers and returns how many
+        bytes it carried. `verb` says what the peer did with the bytes. `message` has
+        the bytes that passed and the deadline; without it, the parts are a message.
         """
         # The next part stands last.
         remaining = [memoryview(part) for part in parts if len(part)]
@@ -110,14 +112,16 @@ class Line:
         """
         while remaining:
             self._wait_at_most(message.deadline - time.monotonic())
-            count = carry(remaining[: -_MOST_BUFFERS - 1 : -1])
-            if not count:
+            # The next parts, at most `_MOST_BUFFERS`, in the order of sending.
+            next_parts = remaining[: -_MOST_BUFFERS - 1 : -1]
+            carried_bytes = carry(next_parts)
+            if not carried_bytes:
                 raise ConnectionResetError
-            message.passed += count
-            while remaining and count >= len(remaining[-1]):
-                count -= len(remaining.pop())
-            if count:
-                remaining[-1] = remaining[-1][count:]
+            message.passed += carried_bytes
+            while remaining and carried_bytes >= len(remaining[-1]):
+                carried_bytes -= len(remaining.pop())
+            if carried_bytes:
+                remaining[-1] = remaining[-1][carried_bytes:]
 
     def _wait_at_most(self, seconds: float) -> None:
         """Bounds the wait of the next call. A system call is saved while the bound is
