@@ -1,6 +1,7 @@
 """The steps that users pass, traced: functions, jitted functions, and traced steps."""
 
 import contextlib
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -169,13 +170,22 @@ def unwrapped(step: Any) -> Any:
 
 
 def compiler_options_of(step: Any) -> dict[str, Any]:
-    """The `compiler_options` with which a step was jitted by `jax.jit`; empty for any
-    other function.
+    """The `compiler_options` with which a step was jitted by `jax.jit` or
+    `equinox.filter_jit`; empty for any other function.
     """
-    info = getattr(step, "_jit_info", None)
+    info = getattr(_jitted_by_jax(step), "_jit_info", None)
     if info is None:
         return {}
     return dict(info.compiler_options_kvs)
+
+
+def _jitted_by_jax(step: Any) -> Any:
+    """The function of `jax.jit` that a function of `equinox.filter_jit` calls; any
+    other step itself.
+    """
+    if isinstance(step, EquinoxJitted):
+        return getattr(step, "_cached", step)
+    return step
 
 
 def without_compiler_options(step: Any) -> Any:
@@ -186,8 +196,13 @@ def without_compiler_options(step: Any) -> Any:
         return step
     # JAX has no public way to jit a function again with its other options. All versions
     # from 0.9 on hold them so.
-    info = step._jit_info._replace(compiler_options_kvs=())
-    return pjit._cpp_pjit(step._fun, info)
+    jitted = _jitted_by_jax(step)
+    info = jitted._jit_info._replace(compiler_options_kvs=())
+    jitted_without = pjit._cpp_pjit(jitted._fun, info)
+    if isinstance(step, EquinoxJitted):
+        step_module: Any = step
+        return dataclasses.replace(step_module, _cached=jitted_without)
+    return jitted_without
 
 
 def is_traced(step: object) -> bool:

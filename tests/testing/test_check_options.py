@@ -1,5 +1,6 @@
 """`check_step` of steps that are jitted with `compiler_options`."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +44,35 @@ def test_a_step_with_compiler_options_is_compared(mesh):
     assert [output.path for output in checked.outputs] == ["0", "1/x"]
 
 
+def test_a_step_of_equinox_with_options_is_compared(mesh):
+    layer = eqx.nn.Linear(8, 4, key=jax.random.key(0))
+
+    def step(layer, x, power):
+        return jax.vmap(layer)(x) ** power
+
+    jitted = eqx.filter_jit(step, compiler_options=QUICK)
+    x = rows(mesh, 16, 8) / 100
+    checked = check_step(jitted, layer, x, 2)
+    assert checked, checked
+
+
+def test_a_wrong_equation_of_a_step_of_equinox_is_found(mesh):
+    def wrong(x):
+        return jnp.tanh(x) + 1.0
+
+    jitted = eqx.filter_jit(wrong, compiler_options=QUICK)
+    checked = check_step(jitted, rows(mesh, 16, 8), reference=jnp.tanh)
+    assert not checked
+    assert any(frame.function.endswith("wrong") for frame in checked.lines), checked
+
+
+def test_options_of_equinox_that_change_numbers_are_said(mesh):
+    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
+    checked = check_step(eqx.filter_jit(lambda x: x - x, compiler_options=FAST_MATH), x)
+    assert not checked
+    assert "xla_cpu_enable_fast_math" in str(checked)
+
+
 def test_its_static_arguments_and_shardings_count(mesh):
     whole = NamedSharding(mesh, P())
 
@@ -77,8 +107,10 @@ def test_its_sizes_are_shrunk(mesh):
         shapes.append(x.shape)
         return x.sum(1)
 
-    assert check_step(jax.jit(step, compiler_options=QUICK), struct, shrink=True)
-    assert shapes[-1][0] < 4096
+    for jit in (jax.jit, eqx.filter_jit):
+        shapes.clear()
+        assert check_step(jit(step, compiler_options=QUICK), struct, shrink=True)
+        assert shapes[-1][0] < 4096
 
 
 def test_numbers_that_only_an_option_changes_are_said(mesh):
