@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import itertools as it
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -442,26 +442,9 @@ def _with_fault(
         return dataclasses.replace(checked, story=(refusal,))
     exact_program = Played(theirs, alone=True, wide=np.float64, with_values=True)
     _, values = played()
-    _, exact_values = exact_program()
     rounding = WIDE if wide else NARROW
-    # For each seed, the results of the equations by number.
-    rounded_values = exact_program.rounded_values(rounding)
+    comparisons = _comparisons(played, values, exact_program, rounding)
     records = played.tape.records
-    exact_records = exact_program.tape.records
-    comparisons: dict[int, Compared] = {}
-    for number, exact_number in matched_equations(records, exact_records).items():
-        if number not in values or exact_number not in exact_values:
-            continue
-        value = np.asarray(values[number])
-        exact_value = np.asarray(exact_values[exact_number])
-        rounded = [values_of_seed[exact_number] for values_of_seed in rounded_values]
-        comparisons[number] = compared(
-            record=records[number],
-            value=value,
-            whole_record=exact_records[exact_number],
-            whole=exact_value,
-            allowed_difference=allowed(exact_value, rounded, value.dtype),
-        )
 
     wrong = []
     for number, output in zip(played.result_numbers, checked.outputs, strict=True):
@@ -482,3 +465,36 @@ def _with_fault(
         lines=lines,
         story=(*story, *suspects(played.tape)),
     )
+
+
+def _comparisons(
+    played: Played,
+    values: Mapping[int, Any],
+    exact_program: Played,
+    rounding: int,
+) -> dict[int, Compared]:
+    """The comparisons of the results `values` of the step's equations with those of the
+    reference's equations, by the numbers of the step's. `played` and `exact_program`
+    are the programs of the step and of the reference. `rounding` is the kind of
+    rounding that shows which differences are allowed.
+    """
+    _, exact_values = exact_program()
+    # For each seed, the results of the equations by number.
+    rounded_values = exact_program.rounded_values(rounding)
+    records = played.tape.records
+    exact_records = exact_program.tape.records
+    comparisons: dict[int, Compared] = {}
+    for number, exact_number in matched_equations(records, exact_records).items():
+        if number not in values or exact_number not in exact_values:
+            continue
+        value = np.asarray(values[number])
+        exact_value = np.asarray(exact_values[exact_number])
+        rounded = [values_of_seed[exact_number] for values_of_seed in rounded_values]
+        comparisons[number] = compared(
+            record=records[number],
+            value=value,
+            whole_record=exact_records[exact_number],
+            whole=exact_value,
+            allowed_difference=allowed(exact_value, rounded, value.dtype),
+        )
+    return comparisons
