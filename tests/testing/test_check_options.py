@@ -122,6 +122,17 @@ def test_numbers_that_only_an_option_changes_are_said(mesh):
     assert "xla_cpu_enable_fast_math" in str(checked)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+def test_options_are_not_blamed_for_another_reference(mesh, jit):
+    def step(x):
+        return jnp.tanh(x)
+
+    jitted = jit(step, compiler_options=QUICK)
+    checked = check_step(jitted, rows(mesh, 16, 8), reference=lambda x: step(x) + 1)
+    assert not checked
+    assert "compiler_options" not in str(checked)
+
+
 def test_a_function_around_a_step_with_options_is_named(mesh):
     jitted = jax.jit(sums, compiler_options=QUICK)
     args = rows(mesh, 16, 8), jnp.ones((8, 4))
