@@ -47,7 +47,7 @@ from .given import (
     without_devices,
 )
 from .partition import Parted, Static, node_data
-from .stages import Lowered, Traced, TracedArray
+from .stages import Lowered, Traced, TracedArray, TracedCall
 
 
 P = ParamSpec("P")
@@ -182,6 +182,7 @@ class Jitted(Generic[P, R]):
             arrays=tuple(traced_arrays),
             results=self._returned(traced.out_info),
             mesh=self._first_mesh(),
+            traced_call=TracedCall(self, tuple(args), kwargs),
         )
 
     def _first_mesh(self) -> MeshSpec | None:

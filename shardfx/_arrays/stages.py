@@ -8,7 +8,7 @@ Its `_call` runs a compiled stage of `jax.jit` on the arguments of a call.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -43,6 +43,16 @@ class TracedArray:
     name: str = ""
 
 
+class TracedCall(NamedTuple):
+    """A function of `filter_jit`, and the arguments that it was traced with: trees with
+    structs in the place of arrays.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced(Generic[P, R]):
     """A function of `filter_jit` that is traced for arguments of certain shapes.
@@ -54,6 +64,7 @@ class Traced(Generic[P, R]):
     - `traced`: the object that `jax.jit(...).trace` returned.
     - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a
       MeshSpec, which also says how the mesh spans TPU slices; `None` without plans.
+    - `traced_call`: the function and the arguments that were traced.
     """
 
     _call: Any
@@ -61,6 +72,7 @@ class Traced(Generic[P, R]):
     arrays: tuple[TracedArray, ...]
     results: tuple[TracedArray, ...]
     mesh: MeshSpec | None
+    traced_call: TracedCall
 
     @property
     def jaxpr(self) -> Any:

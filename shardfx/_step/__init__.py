@@ -112,6 +112,7 @@ from .lowered import (
     place_text,
 )
 from .partitioner import MOST_DEVICES, Programs, partitioned
+from .retracing import Untraced, untraced
 from .step import Platform, Step, platform_of
 from .targets import LIBTPU_NAMES, Target, target_named
 from .tracing import (

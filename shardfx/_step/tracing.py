@@ -48,7 +48,7 @@ class _JaxTraced(Protocol):
 
 
 @runtime_checkable
-class _FlaxTraced(Protocol):
+class FlaxTraced(Protocol):
     """The traced step that `trace` of a function from `flax.nnx.jit` returns. `traced`
     is JAX's traced step, which takes and returns the state of modules.
     """
@@ -77,13 +77,15 @@ class EquinoxJitted(Protocol):
 
 
 @runtime_checkable
-class _NamedTrace(Protocol):
+class NamedTrace(Protocol):
     """The traced step that `trace` of a function from `shardfx.filter_jit` returns.
+    `traced_call` has that function and its arguments as `function`, `args` and `kwargs`,
     `arrays` has the name and the path of each array, `results` the path of each result,
     `traced` is JAX's traced step, and `mesh` is the mesh of the plans in its shardings,
     if it has any.
     """
 
+    traced_call: Any
     traced: Any
     arrays: tuple[Any, ...]
     results: tuple[Any, ...]
@@ -117,7 +119,7 @@ def step_of(
     _raise_at_plans(args)
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
-    if isinstance(step, _FlaxTraced):
+    if isinstance(step, FlaxTraced):
         step = step.traced
     if isinstance(step, _JaxTraced):
         if args:
@@ -139,7 +141,7 @@ def step_of(
         )
     if isinstance(step, JaxJitted):
         traced = step.trace(*args)
-        if isinstance(traced, _FlaxTraced):
+        if isinstance(traced, FlaxTraced):
             return _with_module_paths(traced.traced, tuple(args), mesh)
         inner = inspect.unwrap(function)
         if may_be_updated(args) or leaves_arrays(inner):
@@ -207,7 +209,7 @@ def without_compiler_options(step: Any) -> Any:
 
 def is_traced(step: object) -> bool:
     """Whether a step is what `.trace` of a jitted function returned."""
-    return isinstance(step, _JaxTraced | _FlaxTraced)
+    return isinstance(step, _JaxTraced | FlaxTraced)
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
@@ -245,7 +247,7 @@ def _step_of_traced(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
     """The step of what `.trace` returned. A trace of `filter_jit` has the paths of its
     arrays, and may have the mesh of its plans.
     """
-    if isinstance(traced, _NamedTrace):
+    if isinstance(traced, NamedTrace):
         return Step(
             traced=traced.traced,
             args=args,

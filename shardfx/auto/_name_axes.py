@@ -5,14 +5,14 @@ Dimensions that must be sharded alike are a logical axis, and get one name.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import PyTree
 
 from .._ground.misuse import called
 from .._ground.text import between_numbers, first_lines, html_text, joined, table
-from .._step import explicit_mesh, lines_of, own_line, without_mesh
+from .._step import explicit_mesh, lines_of, own_line, untraced, without_mesh
 from ._asked import trace, without_shardings
 from ._classes import Classes, LogicalAxis
 from ._namer import named_classes
@@ -82,7 +82,7 @@ class NamedAxes:
 
 
 @called("name_axes(step, *args)")
-def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
+def name_axes(step: object, *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be sharded
     alike get one name.
 
@@ -96,7 +96,8 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     **Arguments:**
 
-    - `step`: the function that is jitted: a forward pass or a whole training step.
+    - `step`: the function that is jitted: a forward pass or a whole training step; or
+      what `.trace` of the jitted function returned, alone.
     - `args`: its arguments: arrays or `jax.ShapeDtypeStruct`s, in any trees.
 
     **Returns:**
@@ -107,7 +108,8 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     **Raises:**
 
-    `LeafTypeError` for a `step` that is no function; the errors of tracing the step.
+    `LeafTypeError` for a `step` that is no function, and for a traced step that cannot
+    be traced again (see [`shardfx.auto.search`][]); the errors of tracing the step.
 
     !!! Example
 
@@ -131,13 +133,14 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
         assert made["up"].spec == jax.P(None, "tensor") and made["down"].spec == jax.P("tensor")
         ```
     """
+    function, args = untraced(step, args)
     explicit = explicit_mesh(args)
     if explicit is not None:
-        searched = without_shardings(step, args, explicit)
+        searched = without_shardings(function, args, explicit)
         with without_mesh():
             return name_axes(searched.step, *searched.args)
 
-    classes = named_classes(trace(step, *args))
+    classes = named_classes(trace(function, *args))
     axes = []
     for axis in classes.unmerged_axes():
         if axis.name:

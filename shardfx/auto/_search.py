@@ -14,7 +14,7 @@ from .._ground.errors import MeshError, ProgramError, RuleError
 from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
-from .._step import Target, bytecode, explicit_mesh, without_mesh
+from .._step import Target, bytecode, explicit_mesh, untraced, without_mesh
 from ..cost._estimate import LARGEST_DIRECT_MESH, LARGEST_SMALL_MESH
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
@@ -89,7 +89,7 @@ _DOUBTFUL = 1 / TEMPORARIES.most
 
 @called("search(step, *args, devices=8)", mesh="`devices=`", target="`devices=`")
 def search(
-    step: Callable[..., object],
+    step: object,
     *args: PyTree,
     devices: int | str | Sequence[object],
     chip: str | chips.Chip | None = None,
@@ -120,8 +120,9 @@ def search(
     **Arguments:**
 
     - `step`: a function, or a function jitted by `jax.jit`, `equinox.filter_jit` or
-      [`shardfx.filter_jit`][]. Its donation counts; its shardings do not, since the
-      search chooses them.
+      [`shardfx.filter_jit`][]; or what the `.trace` of the last or of `jax.jit`
+      returned, alone. Its donation counts; its shardings do not, since the search
+      chooses them.
     - `args`: the arguments of the step: arrays or structs, in any trees. A step that is
       written for a mesh with Explicit axes is searched without its shardings. Call
       `jax.set_mesh` first, or pass arguments on the mesh, so that its axes are known.
@@ -162,9 +163,10 @@ def search(
     `MeshError` for devices that cannot be read or slices that do not divide them;
     `RuleError` for limits with names that the step lacks; `SpecError` if no mesh of
     these devices divides the step's dimensions; `LeafTypeError` for arguments without
-    arrays; `ProgramError` if XLA cannot partition the step at all, for example because
-    the step constrains arrays over a mesh of its own, or computes it wrongly under each
-    candidate; the errors of tracing the step, with a note.
+    arrays, and for a traced step with keyword arguments, Explicit axes or modules of
+    `flax.nnx`; `ProgramError` if XLA cannot partition the step at all, for example
+    because the step constrains arrays over a mesh of its own, or computes it wrongly
+    under each candidate; the errors of tracing the step, with a note.
 
     !!! Example
 
@@ -191,11 +193,12 @@ def search(
         assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
         ```
     """
+    function, args = untraced(step, args)
     explicit = explicit_mesh(args)
     if explicit is not None:
         require_arrays(args)
         with noted(args):
-            searched = without_shardings(step, args, explicit)
+            searched = without_shardings(function, args, explicit)
         with without_mesh():
             return search(
                 searched.step,
@@ -221,7 +224,7 @@ def search(
     if verify is not None:
         compile_targets = devices_for(verify, options, jax_devices)
     space, lowered = opened_search(
-        step=step,
+        step=function,
         args=args,
         options=options,
         limits=limits,
@@ -243,13 +246,7 @@ def search(
     if asks_libtpu and target_for(lowered, options, candidates[0]) is None:
         asks_libtpu = False
     if asks_libtpu:
-        candidates = _asked_of_libtpu(
-            lowered=lowered,
-            options=options,
-            candidates=candidates,
-            keep=keep,
-            tell=tell,
-        )
+        candidates = _asked_of_libtpu(lowered, options, candidates, keep, tell)
     return _result(lowered, candidates, keep, tell, asks_libtpu)
 
 

@@ -1,0 +1,79 @@
+"""`search` and `name_axes` of what `.trace` returned, alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from models import f32, mlp_step
+
+from shardfx import filter_jit
+from shardfx.auto import name_axes, search
+from shardfx.errors import LeafTypeError
+
+
+STEP, *ARGS = mlp_step(width=1024, hidden=8192, rows=4096)
+
+
+def test_search_of_a_trace_equals_that_of_its_function():
+    for jit in (
+        jax.jit(STEP, donate_argnums=0),
+        filter_jit(STEP, donate=0),
+    ):
+        best, *_ = search(jit, *ARGS, devices="tpu:v5e:2x4", effort="least")
+        traced = jit.trace(*ARGS)
+        of_trace, *_ = search(traced, devices="tpu:v5e:2x4", effort="least")
+        assert of_trace.title == best.title
+        assert of_trace.seconds == best.seconds
+        assert of_trace.memory_bytes == best.memory_bytes
+        assert of_trace.donated == best.donated == (0,)
+        assert of_trace.code() == best.code()
+
+
+def test_name_axes_of_a_trace_equals_that_of_its_function():
+    traced = jax.jit(STEP).trace(*ARGS)
+    axes = name_axes(STEP, *ARGS).axes
+    axes_of_trace = name_axes(traced).axes
+    assert [axis.name for axis in axes_of_trace] == [axis.name for axis in axes]
+    assert [axis.joins for axis in axes_of_trace] == [axis.joins for axis in axes]
+
+
+def test_arguments_of_traces_without_names_are_numbered():
+    def step(*arrays):
+        return arrays[0] @ arrays[1]
+
+    traced = jax.jit(step).trace(f32(64, 32), f32(32, 16))
+    places = [axis.places for axis in name_axes(traced).axes]
+    assert ("argument_0[0]",) in places or ("arrays[0]",) in places
+
+
+def test_a_trace_takes_no_arguments():
+    traced = jax.jit(STEP).trace(*ARGS)
+    with pytest.raises(LeafTypeError, match="traced already; pass it alone"):
+        search(traced, *ARGS, devices="tpu:v5e:2x4")
+
+
+def test_a_trace_with_keywords_is_refused():
+    def step(params, *, x):
+        return STEP(params, x)
+
+    for jit in (jax.jit(step), filter_jit(step)):
+        traced = jit.trace(ARGS[0], x=ARGS[1])
+        with pytest.raises(LeafTypeError, match=r"keyword arguments \(x\).*\*args"):
+            search(traced, devices="tpu:v5e:2x4")
+
+
+def test_a_trace_for_explicit_axes_is_refused():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=sharding)
+    traced = jax.jit(jnp.sin).trace(x)
+    with pytest.raises(LeafTypeError, match="Explicit axes.*pass the function"):
+        search(traced, devices="tpu:v5e:2x4")
+
+
+def test_a_trace_of_flax_modules_is_refused():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.eval_shape(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+    traced = nnx.jit(lambda model, x: model(x)).trace(model, f32(64, 8))
+    with pytest.raises(LeafTypeError, match=r"flax.nnx.*pass the function"):
+        search(traced, devices="tpu:v5e:2x4")
