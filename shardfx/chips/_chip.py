@@ -213,7 +213,8 @@ def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
 
 def hops_across(rings: Iterable[Ring]) -> int:
     """The hops from a chip to the one that is farthest away, one dimension after
-    another: half of a closed ring, and all of an open one.
+    another: half of a closed ring, and all of an open one. Between two neighbours of a
+    ring there are `stride` hops.
     """
     hops = 0
     for ring in rings:
@@ -230,8 +231,8 @@ def rounds_of(kind: str) -> int:
 
 
 def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
-    """Averages over the network of a slice. A closed ring has twice the bandwidth: it
-    sends in both directions.
+    """Averages over the network of a slice with `extents` chips along each dimension. A
+    closed ring has twice the bandwidth: it sends in both directions.
     """
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
@@ -271,6 +272,7 @@ def axes_on(
     is left out.
     """
     has_ring = closed(chip, extents)
+    # Along each dimension, the chips that no axis has got yet.
     remaining = list(extents)
     remaining_cores = chip.devices_per_chip
     axes = {}
@@ -291,6 +293,7 @@ def axes_on(
             if size < 2:
                 break
             is_closed = has_ring[dim] and size == extents[dim]
+            # The part of the dimension that later axes got lies between two neighbours.
             stride = extents[dim] // remaining[dim]
             rings.append(Ring(size, is_closed, stride))
             remaining[dim] //= size

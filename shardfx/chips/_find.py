@@ -64,12 +64,16 @@ class Slice(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the slice, such as `tpu:v5e:4x4` or `h100:8`."""
-        return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
+        prefix = ""
+        if self.chip.torus_dims:
+            prefix = "tpu:"
+        extents_text = "x".join(map(str, self.extents))
+        return f"{prefix}{self.chip.name}:{extents_text}"
 
 
 def _checked(parsed: Slice, text: str) -> Slice:
-    """The slice `parsed` of the name `text`. Raises `MeshError` for another number of
-    dimensions than the chip's network has, and for more chips than a pod.
+    """The slice `parsed` of the name `text`, unchanged. Raises `MeshError` for another
+    number of dimensions than the chip's network has, and for more chips than a pod.
     """
     chip = parsed.chip
     dims = parsed.chip.torus_dims or 1
@@ -79,8 +83,8 @@ def _checked(parsed: Slice, text: str) -> Slice:
             f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in"
             f" {'x'.join('4' * dims)}, and this has {len(extents)}."
         )
-    # A pod of two dimensions is a square; larger pods have more chips along one
-    # dimension than along another.
+    # The most chips along a dimension. A pod of two dimensions is a square; one of
+    # three may have more chips along one dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
     if chip.torus_dims and (parsed.chips > chip.island_chips or max(extents) > longest):
         pod = f"{chip.island_chips:,} chips"
@@ -130,6 +134,7 @@ def find(name: str | Chip) -> Chip:
             f'a chip is named by a text, not {name!r:.80}: write `chip="v5e"`, or the'
             ' slice `"v5e-8"` for eight of them.'
         )
+    # Of several slices, "v5e:4x4*2", the name of one.
     one_slice = _SLICE_COUNT.sub("", name)
     if _CLOUD_NAME.fullmatch(one_slice) or _SLICE_NAME.fullmatch(one_slice):
         return parse_slice(one_slice).chip
@@ -256,7 +261,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
                 f"{chip.island_chips:,}",
             )
         )
-    # These columns are left out first, in this order.
+    # These columns are left out first, in this order, where the table is too wide.
     spare = ("island", "devices", "dcn", "links")
     return "\n".join(_aligned(rows, right=set(header[1:]), width=width, spare=spare))
 

@@ -85,7 +85,7 @@ def torus_of(
         if not ring_sizes:
             continue
         all_rings += rings_of_axis
-        # The cores of one chip have one place.
+        # The cores of one chip have one place: the number of its devices on this axis.
         devices_of_chip = size_in_slice // math.prod(ring_sizes)
         chips = index_in_slice // devices_of_chip
         columns += np.unravel_index(chips, ring_sizes)
@@ -118,7 +118,8 @@ class _WaysAround(NamedTuple):
 def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
     """The route of messages of equal size between `pairs` of a sender and a receiver,
     which are positions in the mesh. Messages between slices are left out. The others
-    go along one dimension of the torus after another.
+    go along one dimension of the torus after another. A message has the load 1, which
+    two ways of equal length share.
     """
     positions = np.array(pairs, np.int64).reshape(-1, 2)
     senders = positions[:, 0]

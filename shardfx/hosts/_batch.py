@@ -112,14 +112,14 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
             " batch's structure."
         )
     leaves = [plan[path] for path in flat.paths]
-    parts = [
+    # The shape of this process's part of each array.
+    part_shapes = [
         _local_shape(leaf.shape, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
-    triples = zip(leaves, flat.leaves, parts, strict=True)
-    arrays = [
-        _checked(leaf, np.asarray(array), part, pad) for leaf, array, part in triples
-    ]
+    arrays = []
+    for leaf, array, part_shape in zip(leaves, flat.leaves, part_shapes, strict=True):
+        arrays.append(_checked(leaf, np.asarray(array), part_shape, pad))
     shapes = [leaf.shape for leaf in leaves]
     # Without `pad` no rows are missing.
     if pad is None:
@@ -128,15 +128,15 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
         )
     _require_same_rows(leaves, arrays)
     padded = []
-    for array, part in zip(arrays, parts, strict=True):
-        padded.append(_padded(array, part, pad))
+    for array, part_shape in zip(arrays, part_shapes, strict=True):
+        padded.append(_padded(array, part_shape, pad))
     batch = treedef.unflatten(
         map(jax.make_array_from_process_local_data, shardings, padded, shapes)
     )
     first_entry = entries_at(leaves[0].spec, 1)
     rows = NamedSharding(plan.jax_mesh, PartitionSpec(*first_entry))
     is_loaded = np.ones(len(arrays[0]), bool)
-    mask = _padded(is_loaded, parts[0], False)
+    mask = _padded(is_loaded, part_shapes[0], False)
     return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
@@ -155,15 +155,15 @@ def _local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, 
 def _checked(
     leaf: LeafPlan,
     array: np.ndarray,
-    part: tuple[int, ...],
+    part_shape: tuple[int, ...],
     pad: int | float | None,
 ) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
-    `part` is the shape of this process's part. Raises `PlanMismatchError` for another
-    dtype, for integers and a `pad` that the dtype cannot represent, and for a dimension
-    whose size is neither that of `part` nor that of the global batch. With `pad`, rows
-    may be missing.
+    `part_shape` is the shape of this process's part. Raises `PlanMismatchError` for
+    another dtype, for integers and a `pad` that the dtype cannot represent, and for a
+    dimension whose size is neither that of the part nor that of the global batch. With
+    `pad`, rows may be missing.
     """
     shape = leaf.shape
     dtype = leaf.dtype
@@ -176,17 +176,17 @@ def _checked(
         require_range(leaf.path, array, dtype)
     lacks_rows = (
         array.ndim == len(shape) > 0
-        and array.shape[1:] == part[1:]
-        and len(array) < part[0]
+        and array.shape[1:] == part_shape[1:]
+        and len(array) < part_shape[0]
     )
-    fits = _fits(array.shape, part, shape)
+    fits = _fits(array.shape, part_shape, shape)
     if not fits and (pad is None or not lacks_rows):
         hint = ""
         if lacks_rows:
             hint = "; pass `pad=0` to fill the missing rows and get a mask"
         raise PlanMismatchError(
             f"leaf `{leaf.path}` has shape {array.shape} here, but process"
-            f" {jax.process_index()} owns {part} of {shape}; load the part that"
+            f" {jax.process_index()} owns {part_shape} of {shape}; load the part that"
             f" `hosts.local_chunk` names{hint}."
         )
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
@@ -205,16 +205,17 @@ def _checked(
 
 
 def _fits(
-    loaded: tuple[int, ...],
-    part: tuple[int, ...],
+    loaded_shape: tuple[int, ...],
+    part_shape: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> bool:
-    """Whether an array of the shape `loaded` has, along each dimension, as many elements
-    as this process's part or as the global array of `shape`.
+    """Whether an array of `loaded_shape` has, along each dimension, as many elements as
+    this process's part or as the global array of `shape`.
     """
-    if len(loaded) != len(shape):
+    if len(loaded_shape) != len(shape):
         return False
-    for size, part_size, whole_size in zip(loaded, part, shape, strict=True):
+    sizes = zip(loaded_shape, part_shape, shape, strict=True)
+    for size, part_size, whole_size in sizes:
         if size not in (part_size, whole_size):
             return False
     return True
@@ -226,6 +227,8 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
 
     `arrays` are the arrays that this process loaded, one per leaf.
     """
+    # A text for each kind of rows: how many are here, how many the batch has, and over
+    # which mesh axes they are sharded.
     texts: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         text = (

@@ -326,9 +326,10 @@ def owned(
         error=SpecError,
         fix=fix,
     )
-    holders = holders_by_box(shard_boxes(sharding, tuple(shape)).items())
+    box_by_device = shard_boxes(sharding, tuple(shape))
+    devices_by_box = holders_by_box(box_by_device.items())
     chunks = []
-    for box, devices in sorted(holders.items()):
+    for box, devices in sorted(devices_by_box.items()):
         processes = sorted({device.process_index for device in devices})
         if process_index in processes:
             replica = processes.index(process_index)

@@ -71,6 +71,9 @@ class HostGrid(eqx.Module):
         self._chunks = tuple(int(num_chunks.get(name, 1)) for name in self.axis_names)
 
     def __check_init__(self):
+        """Raises `MeshError` unless each process has one box, and the boxes cover the
+        mesh once. `_chunks` is the number of boxes along each axis.
+        """
         for name, size, chunks in zip(
             self.axis_names, self._sizes, self._chunks, strict=True
         ):

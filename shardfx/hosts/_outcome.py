@@ -55,9 +55,13 @@ class SharedOutcome:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
+        """Exchanges the text of `error`, "" for none, with the other processes. Raises
+        `PlanMismatchError` if another one failed or is late, and this one did not fail.
+        """
         text = ""
         if error is not None:
             text = f"{type(error).__name__}: {error}"
+        # The text of each process by its number, and the names of the late ones.
         texts, late = exchanged_at_call(
             client=self._client,
             name=self._name,
@@ -77,13 +81,13 @@ class SharedOutcome:
                 " same plan (`hosts.assert_same_plan` compares them), or give a longer"
                 " `wait_seconds`."
             )
-        failed = {}
+        error_texts = {}
         for process, text in texts.items():
             if text:
-                failed[process] = text
-        if failed:
-            first = min(failed)
+                error_texts[process] = text
+        if error_texts:
+            first = min(error_texts)
             raise PlanMismatchError(
-                f"{named(sorted(failed))} failed to make the batch, so no process has"
-                f" it. Process {first}: {failed[first]}"
+                f"{named(sorted(error_texts))} failed to make the batch, so no process"
+                f" has it. Process {first}: {error_texts[first]}"
             )

@@ -53,7 +53,7 @@ STYLES: dict[str, str | None] = {
 }
 # The styles of weights that hold gate and up in one, and the number of these parts.
 _PACKED_STYLES = ("packed_colwise", "packed_rowwise", "moe_tp_gate_up_colwise")
-_PACKED = 2
+_PACKED_PARTS = 2
 # The styles of the inside of experts, which a plan for experts replaces.
 _INSIDE_EXPERTS = ("moe_tp_gate_up_colwise", "moe_tp_down_rowwise")
 # transformers shards the table of embeddings over the vocabulary if a plan does not name
@@ -118,16 +118,17 @@ class Style:
                 f" experts, and `{path}` is one expert; stack the experts into one"
                 " array, or leave out `expert=`."
             )
-        dim = _sharded_dim(self.style, re.split("[./]", path)[-1], rank)
+        name = re.split("[./]", path)[-1]
+        dim = _sharded_dim(self.style, name, rank)
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
         size = leaf.shape[dim]
         unit = self.unit
         is_packed = self.style in _PACKED_STYLES and rank > 1
-        if is_packed and not self.is_one_expert and size % _PACKED == 0:
+        if is_packed and not self.is_one_expert and size % _PACKED_PARTS == 0:
             # Gate and up are concatenated: no shard may hold a part of each.
-            unit = size // _PACKED
+            unit = size // _PACKED_PARTS
         if unit == 1:
             return spec
         units = [1] * rank
@@ -251,6 +252,7 @@ def rules_of(
         styles = {
             key: style for key, style in styles.items() if style not in _INSIDE_EXPERTS
         }
+    # The style and the mesh axes of each name of the plan.
     merged = {key: (style, tensor) for key, style in styles.items()}
     if expert is not None:
         for key, style in plans.expert.items():
@@ -307,6 +309,7 @@ def _sharded_dim(style: str, name: str, rank: int) -> int | None:
 
     `name` is the last part of the parameter's name, such as "weight".
     """
+    # Which dimension of a weight in torch's layout, such as its rows.
     where = STYLES[style]
     if where is None or not rank:
         return None

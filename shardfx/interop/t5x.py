@@ -205,7 +205,10 @@ def _value_text(text: str) -> str:
     depth = 0
     position = 0
     for position, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
         if char == "\n" and depth <= 0:
             return text[:position].strip()
     return text[: position + 1].strip()
@@ -221,8 +224,9 @@ def _literal(
     """The constant that the gin file binds a name to, directly or through a macro
     (`%NAME`); `default` for a name without a value.
 
-    Raises `RuleError` for a value that is no constant, such as a macro without a value.
-    With `open_is_none`, the result for such a macro is `default`.
+    `bound` has the text of each value by its name. Raises `RuleError` for a value that
+    is no constant, such as a macro without a value. With `open_is_none`, the result for
+    such a macro is `default`.
     """
     value = bound.get(name)
     # A macro that leads back to itself has no value, and is no constant.

@@ -533,19 +533,22 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                 " -1 to let it take the rest."
             )
         fitted = spec_of_parts.fit(size_of_axis)
-        spans = []
+        # The number of slices that each part spans.
+        dcn_of_parts = []
         remaining_slices = self.dcn_sizes[position]
         for size in fitted.axis_sizes:
-            spans.append(math.gcd(size, remaining_slices))
+            slice_count = math.gcd(size, remaining_slices)
             # A part can only be divided between slices if all remaining slices end
             # within it.
-            if spans[-1] != size and spans[-1] != remaining_slices:
+            if slice_count not in (size, remaining_slices):
                 raise MeshError(
                     f"mesh axis `{axis}` spans {self.dcn_sizes[position]} slices, which"
                     f" {fitted} would cut; let the first part be a multiple of"
                     f" {self.dcn_sizes[position]}."
                 )
-            remaining_slices //= spans[-1]
+            dcn_of_parts.append(slice_count)
+            remaining_slices //= slice_count
+        # The name, size, type and slices of each axis.
         axes = [
             *zip(
                 self.axis_names,
@@ -555,9 +558,12 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                 strict=True,
             )
         ]
-        types_of_parts = [self.axis_types[position]] * len(spans)
         axes[position : position + 1] = zip(
-            fitted.axis_names, fitted.axis_sizes, types_of_parts, spans, strict=True
+            fitted.axis_names,
+            fitted.axis_sizes,
+            [self.axis_types[position]] * len(dcn_of_parts),
+            dcn_of_parts,
+            strict=True,
         )
         return _mesh_of_columns(*zip(*axes, strict=True))
 

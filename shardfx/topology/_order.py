@@ -105,8 +105,9 @@ def device_order(
     distinct_ids = {id(device) for device in devices}
     if len(distinct_ids) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
-    groups, dcn, reasons = _granules(devices, sizes, dcn)
-    counts = list(map(len, groups))
+    # The indices of the devices of each slice, and the slices along each mesh axis.
+    indices_by_slice, dcn, reasons = _granules(devices, sizes, dcn)
+    counts = list(map(len, indices_by_slice))
     if len(set(counts)) > 1:
         raise MeshError(
             f"the {len(devices)} devices are {counts} per slice; pass the same number"
@@ -114,21 +115,22 @@ def device_order(
         )
     sizes_in_slice = tuple(map(operator.floordiv, sizes, dcn))
     orders: list[DeviceOrder] = []
-    for group in groups:
-        devices_of_slice = [devices[index] for index in group]
+    for indices in indices_by_slice:
+        devices_of_slice = [devices[index] for index in indices]
         orders.append(_order_within_slice(devices_of_slice, sizes_in_slice))
 
-    # Each axis goes over slices first, then over the devices within a slice.
+    # Each axis goes over slices first, then over the devices within a slice: with two
+    # axes, dimensions 0 and 2 become the first axis, and 1 and 3 the second.
     by_slice = np.stack([order.devices for order in orders])
     by_slice = by_slice.reshape((*dcn, *sizes_in_slice))
     pairs_of_dims = np.arange(by_slice.ndim).reshape(2, len(sizes))
-    axes = pairs_of_dims.T.ravel()
+    dim_order = pairs_of_dims.T.ravel()
     first = orders[0]
     method = first.method
     if len(orders) > 1:
         method = f"hybrid: {method}"
     return DeviceOrder(
-        devices=by_slice.transpose(axes).reshape(sizes),
+        devices=by_slice.transpose(dim_order).reshape(sizes),
         method=method,
         reasons=(*reasons, *first.reasons),
         mean_hops=first.mean_hops,
@@ -167,7 +169,7 @@ def _granules(
 ) -> _Granules:
     """Divides devices into slices or nodes. `dcn` has the number of slices that each
     axis should span. If it is 1 for all axes but there are several slices, the slowest
-    axes span them.
+    axes span them. Groups are tuples of indices in `devices`.
     """
     slice_count = math.prod(dcn)
     groups = slices(devices)
@@ -339,8 +341,10 @@ def _dims_of_axes(
     """The dimensions of the torus that each mesh axis takes whole, the last axis first
     to choose; `None` if there is no such choice.
 
-    An axis prefers many dimensions, then those that come first in `free`. Where that
-    leaves none for the other axes, it takes the next choice; JAX splits dimensions there.
+    `sizes` are those of the mesh axes, `extents` those of the torus, and `free` the
+    dimensions that no axis has yet. An axis prefers many dimensions, then those that
+    come first in `free`. Where that leaves none for the other axes, it takes the next
+    choice; JAX splits dimensions there.
     """
     if not sizes:
         return None if free else ()
@@ -368,11 +372,13 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
     extents = grid.shape
     rank = len(extents)
     closed = wraps(devices[0].device_kind, extents)
+    # The position of each device on the torus.
     place_of = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
     places = np.array([place_of[id(device)] for device in array.flat])
     places = places.reshape(*array.shape, rank)
 
     def hops_of(places: np.ndarray, axis: int) -> float:
+        """The mean hops between neighbours along a mesh axis."""
         return mean_hops(places, axis, extents, closed)
 
     changed: list[int] = []

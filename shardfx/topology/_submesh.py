@@ -141,6 +141,7 @@ def submesh_order(
     _check_divides(bounds, host_bounds, submesh)
     rank = len(bounds)
     dims = list(range(rank))
+    # The dimension that changes its place with Z in the order, if any.
     beside_z = _beside_z(bounds, submesh)
     if beside_z is not None:
         dims[beside_z] = 2
@@ -161,8 +162,9 @@ def submesh_order(
     places = np.moveaxis(all_places, 0, -1)
     places = places[..., np.argsort(dims)]
 
-    # Each dimension is split into four. Then the first parts of all dimensions are the
-    # slowest, and the last parts the fastest.
+    # Each dimension is split into four: copies of the model over hosts and in a host,
+    # then devices of one copy over hosts and in a host. The first parts of all
+    # dimensions become the slowest, and the last parts the fastest.
     tile_sizes: list[int] = []
     for dim in dims:
         tile_sizes += _tiles(bounds[dim], submesh[dim], host_bounds[dim])
