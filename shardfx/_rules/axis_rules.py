@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import equinox as eqx
 
-from .._ground.errors import RuleError, check_type
+from .._ground.errors import RuleError, check_type, whole_number
 from .._ground.misuse import called, lacking, refused
 from .._ground.spec import entry_axes
 from .pairs import Rule, Target, declared_axes, near, read_pairs, read_rules, repeated
@@ -263,7 +263,7 @@ class AxisRules(eqx.Module):
             if name not in known_names:
                 raise RuleError(
                     f"`without({name!r})`: there is no rule, unit or alias of that"
-                    f" name{near(name, known_names)}."
+                    f" name{near(str(name), known_names)}."
                 )
         return dataclasses.replace(
             self,
@@ -473,10 +473,10 @@ def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
     `what` is the method's name, for the message.
     """
     for number in numbers:
-        if not 0 <= number < count:
+        if whole_number(number) is None or not 0 <= number < count:
             raise RuleError(
-                f"`{what}({number})`: rules are numbered from 0, and these {count} have"
-                f" no rule {number}."
+                f"`{what}({number!r})`: rules are numbered from 0, and these {count} have"
+                f" no rule {number!r}."
             )
 
 

@@ -269,6 +269,11 @@ class PathRules(eqx.Module):
             assert rules.rules[0][0] == "attn|mlp"
             ```
         """
+        if not isinstance(text, str):
+            raise RuleError(
+                f"`PathRules.parse({text!r:.60})` reads text, such as `attn->tensor`;"
+                " pairs of a regex and a target go into `PathRules(pairs)`."
+            )
         return cls(
             [
                 parse_rule(text, start, stop)

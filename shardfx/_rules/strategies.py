@@ -4,12 +4,13 @@ rules that combine or modify other targets.
 
 import dataclasses
 import itertools as it
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from .._ground.errors import RuleError, SpecError
+from .._ground.errors import RuleError, SpecError, whole_number
 from .._ground.misuse import called, refused
 from .._ground.spec import axes_of_entries, entries_of
 from .pairs import as_names
@@ -87,6 +88,12 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 def pipeline(first: object, second: object) -> "Pipeline":
     """A Pipeline of the targets on both sides of `|`, the left side first."""
     steps = [*steps_of(first), *steps_of(second)]
+    for step in steps:
+        if isinstance(step, Optional):
+            raise RuleError(
+                "`optional` is about a whole rule, and here it is one side of `|`; write"
+                f" `optional({' | '.join(map(_code_of, steps))})`."
+            )
     if not all(isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec,"
@@ -94,6 +101,14 @@ def pipeline(first: object, second: object) -> "Pipeline":
             " `fsdp(...)` does."
         )
     return Pipeline(tuple(steps))
+
+
+def _code_of(target: object) -> str:
+    """The Python code that makes a target, without `optional`."""
+    bare_target = bare(target)
+    if isinstance(bare_target, Strategy):
+        return bare_target.code
+    return repr(bare_target)
 
 
 def _piped(second: object, first: object) -> "Pipeline":
@@ -194,12 +209,20 @@ def strategy_of(
                 f" `{name}({all_axes!r})`; `{argument}` is a number of bytes, such as"
                 " `2**20` for 1 MiB."
             )
+        if not isinstance(count, numbers.Real):
+            raise RuleError(
+                f"`{name}(..., {argument}={count!r:.60})`: give a number of bytes, such as"
+                " `2**20` for 1 MiB, or 0 for no limit."
+            )
         if count < 0:
             raise RuleError(
                 f"`{name}(..., {argument}={count})`: a number of bytes is not negative."
             )
-    dims = (skip_dims,) if isinstance(skip_dims, int) else tuple(skip_dims)
-    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
+    dims: tuple[Any, ...] = (skip_dims,)
+    if isinstance(skip_dims, Iterable) and not isinstance(skip_dims, str):
+        dims = tuple(skip_dims)
+    numbered_dims = list(map(whole_number, dims))
+    if any(dim is None or dim < 0 for dim in numbered_dims):
         fix = (
             "dimensions are numbered from 0, as in `skip_dims=0` or `skip_dims=(0, 1)`."
         )
@@ -207,7 +230,7 @@ def strategy_of(
     return STRATEGIES[name](
         axes=axes,
         min_bytes=min_bytes,
-        skip_dims=tuple(sorted(set(dims))),
+        skip_dims=tuple(sorted({dim for dim in numbered_dims if dim is not None})),
         max_bytes=max_bytes,
     )
 

@@ -1,11 +1,12 @@
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardfx import PathRules, atomic, fsdp, match, replicate
+from shardfx import PathRules, atomic, fsdp, match, optional, replicate
 from shardfx._rules.path_rules import is_digit_blind
 from shardfx.errors import RuleError
 
@@ -77,6 +78,9 @@ TARGETS = {
     3: "it must be a PartitionSpec, a tuple",
     (1,): "1 in (1,) is no logical",
 }
+ONE_RULE = PathRules([("a", P())])
+NO_NUMBERS: list[Any] = [None, (0,)]
+ODD_DIMS: list[Any] = [None, (0, "1"), "0", -1, 0.5, True]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,29 @@ TARGETS = {
         ),
         *((lambda axes=axes: fsdp(axes), "fsdp") for axes in ((), "", ("a", "a"))),
         (lambda: fsdp("a", -1), "a number of bytes is not negative"),
+        *(
+            (
+                lambda dims=dims: fsdp("a", skip_dims=dims),
+                f"`fsdp(..., skip_dims={dims!r})`",
+            )
+            for dims in ODD_DIMS
+        ),
+        *(
+            (lambda value=value: fsdp("a", max_bytes=value), "give a number of bytes")
+            for value in NO_NUMBERS
+        ),
+        *(
+            (lambda value=value: ONE_RULE.drop(value), "rules are numbered from 0")
+            for value in NO_NUMBERS
+        ),
+        *(
+            (lambda value=value: PathRules.parse(value), "reads text, such as")
+            for value in NO_NUMBERS
+        ),
+        (
+            lambda: optional(P("x")) | fsdp("y"),
+            f"write `optional({P('x')!r} | fsdp('y'))`",
+        ),
         (lambda: fsdp("x") | P("y"), "only the first target"),
         (lambda: P("x") | replicate, "only the first target"),
     ],

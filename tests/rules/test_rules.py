@@ -541,6 +541,10 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
             r"`without\('bb'\)`: there is no rule, unit or alias of that name"
             r" \(did you mean 'b'\?\)",
         ),
+        *(
+            (lambda name=name: AB.without(name), "there is no rule, unit or alias")
+            for name in UNITS
+        ),
         (
             lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})),
             "mode 'decode' map 'a' to",
