@@ -558,13 +558,13 @@ def _merged(
     whose message calls these rules `what`, if both give a name other targets: those of
     one side must begin with all those of the other.
     """
+    # The targets that `first` gives to each name, less those that are already compared.
     targets_by_name: dict[str, list[Target]] = {}
     for name, target in first:
         targets_by_name.setdefault(name, []).append(target)
     added = []
     for name, target in second:
-        # Each rule of `second` is paired with the next rule of the same name in
-        # `first`, until `first` has no more.
+        # A rule of `second` is compared with the next one of its name in `first`.
         targets = targets_by_name.get(name)
         if not targets:
             added.append((name, target))

@@ -106,6 +106,7 @@ def _checked_target(name: str, target: object, what: str) -> Target:
         fix = ""
         if isinstance(target, PartitionSpec):
             axes = axes_of_entries(entries_of(target))
+            # The target that the rule takes for these axes: one, several or none.
             entry = axes[0] if len(axes) == 1 else axes or None
             fix = f" Of the spec write its axes: `({name!r}, {entry!r})`."
         raise RuleError(

@@ -27,6 +27,7 @@ def split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, i
     `text[start:stop]`. Separators inside of brackets and after a backslash do not
     divide the text.
     """
+    # The number of brackets that are open at `position`.
     depth = 0
     parts = []
     begin = start
@@ -66,6 +67,7 @@ def parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
             end_of_second,
             "a rule has more than one `->`; write `regex->axes`,",
         )
+    # Each side as the positions of its start and stop in `text`.
     regex_side, target_side = sides
     regex = text[slice(*regex_side)].strip()
     alternatives = split(text, *regex_side, "|")

@@ -398,7 +398,11 @@ class Matcher:
     """
 
     def __init__(self, rules: PathRules | None):
-        """Compiles the rules; `None` stands for no rules, so that no path matches."""
+        """Compiles the rules; `None` stands for no rules, so that no path matches.
+
+        `rules` has pairs of a regex and a target, and `patterns` the compiled regexes.
+        `declared` has the mesh axes that the rules declare with `mesh_axes=`.
+        """
         if rules is None:
             rules = PathRules(())
         self.rules = rules.rules
@@ -407,6 +411,7 @@ class Matcher:
         # For each rule, whether its target is a function of the path and the leaf.
         self.has_function = [is_callable(target) for _, target in rules.rules]
 
+        # Whether paths that differ only in digits match the same rules.
         is_blind = all(is_digit_blind(regex) for regex, _ in rules.rules)
         self.needs_paths = any(self.has_function) or not is_blind
         self.used: dict[int, None] = {}
@@ -415,16 +420,16 @@ class Matcher:
         """The index of the first rule that matches `path`; `None` if no rule matches.
         The rule is recorded as used.
         """
-        number = first_match(path, self.patterns)
-        if number is not None:
-            self.used[number] = None
-        return number
+        rule_index = first_match(path, self.patterns)
+        if rule_index is not None:
+            self.used[rule_index] = None
+        return rule_index
 
-    def text(self, number: int) -> str:
-        """The name, in a plan, of the rule with the index `number`, such as "paths[0]
-        embed".
+    def text(self, rule_index: int) -> str:
+        """The name, in a plan, of the rule with the index `rule_index`, such as
+        "paths[0] embed".
         """
-        return f"paths[{number}] {self.rules[number][0]}"
+        return f"paths[{rule_index}] {self.rules[rule_index][0]}"
 
 
 def is_callable(target: object) -> bool:
@@ -474,6 +479,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         return Optional(_checked_target(index, pattern, target.target))
     if isinstance(target, list):
         target = tuple(target)
+    # The target on the left of all `|`; those on the right are strategies.
     first, *_ = steps_of(target)
     # What `atomic` holds is checked like a target without it.
     inner = first.target if isinstance(first, Atomic) else first

@@ -121,6 +121,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     rank = len(shape)
     if not entries:
         return entries
+    # The positions of `...`, and the number of dimensions that they have to stand for.
     dots = [position for position, entry in enumerate(entries) if entry is ...]
     if len(dots) > 1:
         text = names_text(entries)
@@ -219,9 +220,10 @@ def _resolve(
     dimension, and the reasons; see `resolve`, which has checked the arguments but
     `mode` and `unmatched`.
 
-    `targets` and `users`, which `_assign` fills, have the target of each name, and the
-    name that uses each mesh axis. A name without a rule is in them from the start under
-    "keep" and "unconstrained".
+    A slot is a logical name with its dimension, and with its `chain`: the name, the
+    name that it is an alias of, and so on. `targets` and `users`, which `_assign`
+    fills, have the target of each name, and the slot that uses each mesh axis. A name
+    without a rule is in them from the start under "keep" and "unconstrained".
     """
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
         raise RuleError(
@@ -304,13 +306,16 @@ def _assign(
     Returns the outcome of each rule.
 
     `active` are the rules of `mode` followed by the `base_count` rules without a mode.
-    The function adds the target of each name to `targets`; names that are already in
-    `targets` keep theirs. It adds each mesh axis in use to `users`, with the name that
+    A slot is a logical name with its dimension; the rules of all names in its `chain`
+    (the name, the name that it is an alias of, and so on) apply to it. The function
+    adds the target of each slot's name to `targets`; names that are already in
+    `targets` keep theirs. It adds each mesh axis in use to `users`, with the slot that
     uses the axis.
     """
     attempts_made = []
     mode_count = len(active) - base_count
     for number, (name, target) in enumerate(active):
+        # The index of the rule among those of its mode, or those without a mode.
         is_of_mode = number < mode_count
         rule_mode = mode if is_of_mode else None
         index = number if is_of_mode else number - mode_count
@@ -344,7 +349,10 @@ def _taken(
     axes: Iterable[str],
     users: Mapping[str, _Slot],
 ) -> tuple[tuple[str, str, int], ...]:
-    """The mesh axes that are in use, each with the name and the dimension that use it."""
+    """Those of `axes` that are in use, each with the logical name that uses it, and the
+    dimension of this name. `users` has by mesh axis the slot (name and dimension) that
+    uses it.
+    """
     taken = []
     for axis in axes:
         user = users.get(axis)
@@ -362,13 +370,15 @@ def _reasons(
     the name request none.
 
     Either no rule has the name, or other names use the mesh axes that its rules
-    request. `active` are the rules in the order in which they are tried. `users` has
-    the name that uses each mesh axis.
+    request. `active` are the rules in the order in which they are tried; those for any
+    name in `slot.chain`, the name and the names that it is an alias of, apply. `users`
+    has by mesh axis the slot that uses it.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
         what = f"logical name `{slot.name}`"
         return [reason_for(Code.unmatched, slot.dim, (slot.name,), what=what)]
+    # No rule after the target `None` is tried.
     mapped_targets = itertools.takewhile(lambda target: target is not None, targets)
     axes = tuple(dict.fromkeys(axes_of_entries(mapped_targets)))
     if not axes:
@@ -489,7 +499,10 @@ def _parts(entry: object) -> tuple[Any, ...]:
 
 @ft.lru_cache(maxsize=4096)
 def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
-    """The units of the dimensions with the names `entries`, as `units_of` returns them."""
+    """The unit of each dimension, the number of elements that no shard may split;
+    `None` if all are 1. `entries` has for each dimension a name, a tuple of names or
+    `None`. A unit comes from an `atomic` name or from `rules.units`.
+    """
     unit_by_name = dict(rules.units)
     units_of_dims = []
     for entry in entries:
