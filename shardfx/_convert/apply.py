@@ -219,6 +219,7 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
         return _filled_array(leaf.pieces, leaf.shape, leaf.dtype, arrays)
     names = read_paths(leaf.pieces)
     raw_arrays = {name: raw(arrays[name]) for name in names}
+    # The data of one key has dimensions of its own, which come last.
     key_data = key_data_struct(leaf.dtype)
     data = _filled_array(
         pieces=[extended(piece, key_data.shape) for piece in leaf.pieces],

@@ -86,6 +86,7 @@ def _leaves_of_step(
             " not say how long its parts are; give the structs of the target,"
             " `like=...`, or write a map in this direction."
         )
+    # The rules of an inverted step make its source from its target.
     forward = _leaves_forward(step, target, source)
     return backward(forward, target)
 
@@ -110,7 +111,7 @@ def _leaves_forward(
     problems = list(_odd_sizes(step.source_sizes, source, left_out))
     leaves: dict[str, Made] = {}
     used: dict[str, None] = dict.fromkeys(may_be_unused)
-    of_failed_rules: list[Pattern] = []
+    leaves_of_failed_rules: list[Pattern] = []
     # Notes in `used` the leaves of the source that the rules ask for.
     leaves_made = LeavesMade(source, used)
     # By identity: the hash of an expression is that of all its operands.
@@ -121,7 +122,7 @@ def _leaves_forward(
         except MapError as error:
             text = f"{str(error).removesuffix('.')}. It is made by {rule}"
             problems.append((path, text))
-            of_failed_rules += map(pattern, leaves_of(rule))
+            leaves_of_failed_rules += map(pattern, leaves_of(rule))
             continue
         if target is not None:
             leaf = _fitting(
@@ -136,7 +137,7 @@ def _leaves_forward(
 
     problems += _odd_sizes(step.target_sizes, leaves, [])
     # Leaves that only a failed rule uses are not reported as unused.
-    left_out += dict.fromkeys(of_failed_rules)
+    left_out += dict.fromkeys(leaves_of_failed_rules)
     problems += _missing_drops(step, source)
     problems += _behind_gaps(step, source, used)
     problems += _unused(source, used, left_out)

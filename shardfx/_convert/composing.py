@@ -71,7 +71,6 @@ def _through(reader: Piece, loops: Sequence[Factor | None], filled: Piece) -> Pi
     - `filled`: a part of the inner piece that fills a box of the intermediate array.
     """
     # Where the composed piece begins in the source of the inner piece.
-    # Where the composed piece begins in the source of the inner piece.
     source = filled.source
     for position, loop in zip(reader.target, loops, strict=True):
         if loop is not None:

@@ -159,7 +159,6 @@ def _selections_in_leaf(
     `shape`; `None` if a dimension does not exist. The last operation comes first.
     """
     # The dimensions of the leaf that the operations so far have left.
-    # The dimensions of the leaf that the operations so far have left.
     dims = [*range(len(shape))]
     selections = []
     for operation in reversed(operations):

@@ -109,8 +109,6 @@ def _stack_of_alike(
         return None
     # The paths of the leaves of the first part, then those of the second, and so on;
     # `width` for each part.
-    # The paths of the leaves of the first part, then those of the second, and so on;
-    # `width` for each part.
     paths = paths_in_stack(stack, binding, numbers, leaves_made.leaves)
     if paths is None or len(paths) % len(numbers):
         return None

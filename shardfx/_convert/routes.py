@@ -156,12 +156,10 @@ def bound_with(
     if not numbers.kinds:
         return bound_steps(steps, source, target)
     # An array of rank 0 for each number of the source, by path.
-    # An array of rank 0 for each number of the source, by path.
     scalars = {path: Struct((), np.dtype(kind)) for path, kind in numbers.kinds}
     if steps[0].inverted:
         # An inverted step has a rule for each leaf of its source.
         scalars = {path: scalars[path] for _, path in numbers.routes}
-    # The same, by the path that the number gets in the target.
     # The same, by the path that the number gets in the target.
     copied = {path: scalars[route] for path, route in numbers.routes}
     if target is not None:

@@ -60,9 +60,14 @@ def _inferred_rules(
     source: TreeLeaves,
     problems: list[Problem],
 ) -> Iterator[tuple[str, From, Binding]]:
-    """The result of `matched_rules` without a target. A rule makes one leaf for each
-    set of values of its placeholders that the source has.
+    """Yields, for each leaf that the rules can make of `source`, its path, the
+    expression that makes it, and the values of the expression's placeholders. Problems
+    are appended to `problems`.
+
+    A rule makes one leaf for each set of values of its placeholders that the source
+    has.
     """
+    # The path pattern of the rule that makes a path.
     text_by_path: dict[str, str] = {}
     for text, rule in step.rules:
         try:
@@ -159,6 +164,7 @@ def _counted(
         raise MapError(
             f"nothing in {rule} gives `{{{name}}}` a value; give the target, `like=...`"
         )
+    # The array from which `at` selects, for its shape.
     operand = evaluated(
         selection.of[0],
         binding,

@@ -186,6 +186,7 @@ def _reshape(operands: Sequence[Made], *sizes: int) -> Made:
     if array.shape:
         vector = _merge(operands, 0, len(array.shape))
     else:
+        # An array of rank 0 gets a dimension of size 1, and loses one below.
         vector = _reordered(array, [None], (1,))
     if not sizes:
         return _reordered(vector, [], ())

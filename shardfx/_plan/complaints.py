@@ -424,7 +424,10 @@ class Unused(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A phrase that says why the rule shards no array."""
+        """A phrase that says why the rule shards no array: it matches no path, and
+        `nearest` is the nearest one; or `arrays`, the paths that it matches, go to
+        `deciders`, such as "rule 0 ('attn')".
+        """
         if self.nearest is not None:
             return f"matches no path of the tree; the nearest path is `{self.nearest}`"
         first, *others = self.arrays

@@ -290,8 +290,15 @@ def attempts(
     """The rules that [`shardfx.resolve`][] tries for the names of an array, each with
     its outcome, in order.
     """
-    slots = _slots(_entries(names), rules)
-    return tuple(_assign(_active(rules, mode), len(rules.rules), mode, slots, {}, {}))
+    attempts_made = _assign(
+        active=_active(rules, mode),
+        base_count=len(rules.rules),
+        mode=mode,
+        slots=_slots(_entries(names), rules),
+        targets={},
+        users={},
+    )
+    return tuple(attempts_made)
 
 
 def _assign(
