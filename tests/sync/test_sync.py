@@ -23,7 +23,7 @@ from sync_jobs import SIZES, bits, job, mesh, planned
 import shardfx
 from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
-from shardfx._reshard.sync import contents, scheduling
+from shardfx._reshard.sync import contents, scheduling, spare
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.kinds import FIRST_POSITION
 from shardfx._reshard.sync.publishing import publishable
@@ -400,6 +400,28 @@ def test_the_error_of_the_sender_that_failed_is_raised():
     send(plan, arrays, slow, 7, sender=0, receiver=0)
     with pytest.raises(SyncError, match="the network is down"):
         receive(plan, dst, {0: slow, 1: Failing()}, receiver=0)
+
+
+def test_two_senders_may_ask_for_two_buffers_of_one_leaf(monkeypatch):
+    """The second asks while the leaf's buffers are allocated, of which it has one."""
+    _, _, dst, plan = halves()
+    memory = spare.SpareMemory(plan, dst, receiver=0)
+    allocate = spare.buffers
+
+    with ThreadPoolExecutor(1) as pool:
+        second = []
+
+        def slowly(*arguments):
+            for view in allocate(*arguments):
+                yield view
+                second.append(pool.submit(memory.memory, 0, 1))
+                # Time for the other thread to look the leaf up.
+                time.sleep(0.05)
+
+        monkeypatch.setattr(spare, "buffers", slowly)
+        first = memory.memory(0, 0)
+        shapes = {future.result().shape for future in second}
+    assert shapes == {first.shape} == {(8, 4)}
 
 
 def test_content_shows_a_wrong_offset_on_both_sides():

@@ -110,8 +110,11 @@ class SpareMemory:
         places = self._layout.places_of_group[group]
         shapes = [(place.shape, place.dtype) for place in places]
         views = buffers(shapes, self._layout.blocks.take)
+        memory_of_leaves: dict[int, dict[int, np.ndarray]] = {}
         for place, view in zip(places, views, strict=True):
-            self._memory.setdefault(place.leaf, {})[place.buffer] = view
+            memory_of_leaves.setdefault(place.leaf, {})[place.buffer] = view
+        # `memory` looks a leaf up without the lock, so it must find all its buffers.
+        self._memory.update(memory_of_leaves)
 
     def _make_array(self, number: int) -> None:
         """Makes the array of the leaf number `number` of its memory, which is then no
