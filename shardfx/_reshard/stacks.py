@@ -200,6 +200,7 @@ def exchanges_of(
     # the load of the owners.
     order = sorted(matrices, key=lambda array: (-_cost(array), array.array_number))
     exchanges: list[OwnerExchange] = []
+    # `together` groups arrays of one dtype whose leading dimension is sharded alike.
     kinds = together(order, lambda array: (array.dtype, array.lead_axes))
     for (_, lead_axes), arrays in kinds.items():
         owner_axes = [axis for axis in over if axis not in lead_axes]
@@ -352,9 +353,12 @@ class _Owners:
         sizes: Mapping[str, int],
     ):
         self.lead_axes = lead_axes
+        # The mesh axes along which the owners lie.
         self.axes = axes
+        # The size of each mesh axis.
         self.sizes = sizes
         self.owner_count = self.size(axes)
+        # What each owner computes so far, in multiplications.
         self.loads = [0.0] * self.owner_count
 
     def size(self, axes: Iterable[str]) -> int:

@@ -57,7 +57,9 @@ class LocalShards:
     """
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
+        # Keys are paths, and pairs of a path and the number of a shard.
         self._arrays = arrays
+        # The arrays, with key data in place of typed PRNG keys.
         self._raw_arrays: dict[str, Any] = {}
         self._boxes: dict[str, list[Box]] = {}
         self._numpy_shards: dict[tuple[str, int], np.ndarray] = {}
@@ -244,7 +246,7 @@ def _views_of_old_shards(
     part of one old shard, or if the old shards, which views would keep alive, have more
     bytes than copies would have. `targets` are the boxes of the new shards, and
     `copies` the parts of each. These give an array by its position in `names`, which
-    has the paths.
+    has the paths. `shards` are this process's old shards.
     """
     if not are_slices(copies):
         return None
@@ -326,8 +328,8 @@ def _copied_by_sender(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> list[np.ndarray]:
-    """New buffers for `targets`, filled by `copies`, old shard by old shard. Each old
-    shard is deleted after its last copy.
+    """New buffers for the boxes `targets` of the array `struct`, filled by `copies`, old
+    shard by old shard. Each of the old `shards` is deleted after its last copy.
     """
     # The kernel allocates a page when it is first written, so an empty buffer uses no
     # memory.
@@ -362,7 +364,9 @@ def _run_bytes(copy: Copy, itemsize: int) -> int:
 
 
 def _in_a_row(copies: Sequence[Copy], itemsize: int) -> tuple[Copy, ...]:
-    """The copies with targets that lie one after another, each contiguous."""
+    """The copies with targets that lie one after another in one memory, each
+    contiguous. An element has `itemsize` bytes.
+    """
     rows: list[Copy] = []
     start = 0
     for copy in copies:
@@ -384,7 +388,8 @@ def _unstaged(
     buffer: np.ndarray,
 ) -> "Views":
     """The views for a copy from the row in `staged` to its place in the new shard
-    `buffer`.
+    `buffer`. `row` is the copy from the old shard to the row, and `copy` the one from
+    the old shard to the new one.
     """
     from_row = copy._replace(
         source_start=row.target_start,
@@ -417,8 +422,9 @@ def _views(
     names: Sequence[str],
     shards: LocalShards,
 ) -> Iterator[Views]:
-    """Yields the views between which elements are copied, for all copies. `names` are
-    the paths of the arrays that are read.
+    """Yields the views between which elements are copied, for all copies into the new
+    shards in `copies_into`. `names` are the paths of the arrays that are read, and
+    `shards` this process's shards of them.
     """
     old_shards: dict[tuple[int, int], np.ndarray] = {}
     for buffer, copies in copies_into:
@@ -498,8 +504,8 @@ def _compute(
     shards: LocalShards,
 ) -> None:
     """Writes the elements of `part` into `buffer`, a new shard: cast, constant, or
-    multiplied by scales. `part.sender` is the number of the old shard, and `names` are
-    the paths of the arrays that are read.
+    multiplied by scales. `part.sender` is the number of the old shard, `names` are the
+    paths of the arrays that are read, and `shards` this process's shards of them.
     """
     piece = part.piece
     value = piece.value

@@ -170,7 +170,9 @@ class PartTable:
         is_local: bool,
         sections: Sequence["_Section"],
     ) -> PartGroup:
-        """The group of the parts in `sections`, all of one form."""
+        """The group of the parts in `sections`, all of the form `form`. `is_local` says
+        whether each device copies its own elements.
+        """
         sources: list[np.ndarray] = []
         targets: list[np.ndarray] = []
         for part, rows in sections:
@@ -452,7 +454,9 @@ def _values_by_part(
 
 
 def _boxes(rows: _Rows, overlaps: Sequence[_Overlaps]) -> tuple[Box, ...]:
-    """The different boxes of the source that the parts read, in the order of the rows."""
+    """The different boxes of the source that the parts in `rows` read, in the order of
+    the rows. `overlaps` has the pairs of overlapping intervals along each dimension.
+    """
     starts = _values_by_part(rows, overlaps, lambda overlap: overlap.starts)
     sizes = _values_by_part(rows, overlaps, lambda overlap: overlap.sizes)
     stops = starts + sizes

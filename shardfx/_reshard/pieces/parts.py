@@ -103,7 +103,9 @@ def _group(
     is_local: bool,
     parts: Sequence[ShardPart],
 ) -> PartGroup:
-    """The group of `parts`, which are of one array and have one form."""
+    """The group of `parts`, which are of the array named `key` and have one form.
+    `is_local` says whether each device copies its own elements.
+    """
     memory_bytes = 0
     senders: list[int] = []
     receivers: list[int] = []
@@ -194,6 +196,8 @@ class ShardGrid:
         group_of: Mapping[int, int],
         sent: dict[int, int],
     ):
+        # `group_of` and `sent` have the group of each device and the bytes that it has
+        # sent. They decide which device sends a box.
         self.dtype = dtype
         # The devices that can send each box.
         self.senders: dict[Box, Senders] = {}
@@ -347,7 +351,8 @@ def _sent_parts(
     missing: dict[Box, None],
 ) -> Iterator[PossiblePart]:
     """Yields the parts of `piece` that `receiver` needs for its `box`, each with its
-    possible senders. Boxes that no device holds are added to `missing`.
+    possible senders. `source` has the devices that hold each box of the array that is
+    read. Boxes that no device holds are added to `missing`.
 
     Pieces that differ only in where they start inside the box are divided alike, such
     as the entries of a stack. So a piece is divided as if it started where the box
@@ -415,7 +420,7 @@ def _split(
     missing: dict[Box, None],
 ) -> Iterator[PossiblePart]:
     """Yields the parts of the strided copy `piece` that write into `box` of the target,
-    each with its possible senders. Each part reads from one shard of the source. If no
+    each with its possible senders. Each part reads from one shard of `source`. If no
     device holds this shard, the part's box in the source is added to `missing` instead.
     """
     widths = bits_on_the_way(piece.value, source.dtype)
@@ -480,7 +485,7 @@ def _split_box(
 ) -> Iterator[PossiblePart]:
     """`_split` for a piece that reads a box: each shard has one box of it. `reading` is
     the piece with source and target exchanged, and `widths` are the bits of an element
-    on its way. Boxes of shards that no device holds are added to `missing`.
+    on its way. Boxes of shards of `source` that no device holds are added to `missing`.
     """
     box = hull(reading)
     # For each dimension, what the box has in common with the shards' intervals.

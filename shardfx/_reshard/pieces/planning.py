@@ -229,7 +229,8 @@ def _assembly(
 ) -> Assembly:
     """The plan for assembling `leaf` from `sources` in its sharding, or divided further
     inside TPU slices, or with a relay in each slice, if fewer bytes then cross between
-    slices. `target` has the pieces that fill the array.
+    slices. `target` has the pieces that fill the array. The last three arguments are
+    those of `assembly_between`.
     """
     arguments = (target, sources, may_copy_on_host, lost, sent_before)
     assembly = _assembly_in(leaf, *arguments)
@@ -261,6 +262,7 @@ def _assembly_in(
     """The plan for assembling `leaf` from `sources` in its sharding. `target` has the
     pieces that fill the array. If programs assemble it, quantised sources are
     multiplied by their scales first: the products then take the place of the sources.
+    The last three arguments are those of `assembly_between`.
     """
     # The numbered devices, and which device sends which part of its shard to which.
     devices = _devices_of(leaf, sources, lost)
@@ -458,7 +460,7 @@ def _parts(
     sent_before: tuple[tuple[int, int], ...],
 ) -> ShardParts:
     """The parts of the shards of `sources` that fill the array `target`, each with its
-    sender. `sent_before` is that of `assembly_between`.
+    sender. `devices` numbers the devices. `sent_before` is that of `assembly_between`.
     """
     # Sources that differ only in their paths share one value, and so one grid of shards.
     source_values: dict[MovedLeaf, Source] = {}
@@ -499,8 +501,8 @@ def _with_host_copies(
     sources: Sequence[MovedLeaf],
     devices: _Devices,
 ) -> Assembly:
-    """Returns `plan` with the NumPy copies that this process makes. Replicas share
-    memory and are copied once.
+    """Returns `plan` with the NumPy copies that this process makes from `sources`.
+    Replicas share memory and are copied once. `devices` numbers the devices.
     """
     receiver_of_box = first_holder_by_box(
         (devices.numbers[device], box)

@@ -143,7 +143,7 @@ def _relayed_parts(
 
 def _sent_on(part: ShardPart, receiver: int, dtype: Any) -> ShardPart:
     """The part by which the receiver of `part` sends the elements that it wrote into
-    its shard to another `receiver`, whose shard has the same box.
+    its shard, of `dtype`, to another `receiver`, whose shard has the same box.
     """
     factors: list[Factor] = []
     for factor in part.piece.factors:
@@ -167,8 +167,8 @@ def _kept_parts(
     shard_shape: tuple[int, ...],
     dtype: Any,
 ) -> list[ShardPart]:
-    """The parts by which each device keeps what its shard has from the first exchange.
-    What it receives in the second one is written over them.
+    """The parts by which each of `devices` keeps what its shard has from the first
+    exchange. What it receives in the second one is written over them.
     """
     (piece,) = whole(_RECEIVED, shard_shape)
     kept = unsent(piece, math.prod(shard_shape), [bits(dtype)])

@@ -36,7 +36,8 @@ def matchings(senders: np.ndarray, receivers: np.ndarray) -> list[np.ndarray]:
 
 def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
     """The round of each part: by distances around rings if all pairs of devices have as
-    many parts and this gives the fewest rounds, else by swaps along paths.
+    many parts and this gives the fewest rounds, else by swaps along paths. `senders`
+    and `receivers` have the devices of each part.
     """
     most_sent = np.bincount(senders).max()
     most_received = np.bincount(receivers).max()
@@ -44,6 +45,7 @@ def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
     if fewest_rounds == 1:
         return np.zeros(len(senders), np.int64)
 
+    # A pair of devices as one integer.
     span = int(receivers.max()) + 1
     pairs, pair_of_part = numbered(senders * span + receivers)
     parts_of_pair = np.bincount(pair_of_part)
@@ -59,8 +61,9 @@ def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
 
 
 def _by_distance(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | None:
-    """The round of each pair of devices: the distance from the sender to the receiver
-    around a ring. `None` if the devices are not soon known to fall into components.
+    """The round of each pair of devices, given as `senders` and `receivers`: the
+    distance from the sender to the receiver around a ring. `None` if the devices are
+    not soon known to fall into components.
 
     The devices of one component are on one ring. Two pairs with one sender or one
     receiver have different distances. In a complete component, as in an all-gather or
@@ -70,6 +73,7 @@ def _by_distance(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | Non
     components = _components(senders, receivers)
     if components is None:
         return None
+    # The position of each device on its component's ring, and the devices on it.
     sender = _ranks(components, senders)
     receiver = _ranks(components, receivers)
     ring_sizes = np.maximum(sender.counts, receiver.counts)
@@ -78,8 +82,8 @@ def _by_distance(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | Non
 
 
 def _components(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | None:
-    """A number for each pair of devices, equal for the pairs of one component of the
-    graph. `None` if it is not found in a few steps.
+    """A number for each pair of a sender and a receiver, equal for the pairs of one
+    component of the graph. `None` if it is not found in a few steps.
     """
     # Each pair begins with the number of its receiver.
     numbers = receivers
@@ -141,9 +145,9 @@ class _Node:
 
 
 def _by_paths(senders: list[int], receivers: list[int]) -> np.ndarray:
-    """The round of each part of any graph. A part gets the first colour that is free at
-    its sender. If it is not free at the receiver, the parts on a path of two colours
-    swap these.
+    """The round (colour) of each part of any graph. A part gets the first colour that is
+    free at its sender. If it is not free at the receiver, the parts on a path of two
+    colours swap these. `senders` and `receivers` have the devices of each part.
     """
     sender_nodes = {device: _Node() for device in dict.fromkeys(senders)}
     receiver_nodes = {device: _Node() for device in dict.fromkeys(receivers)}
@@ -174,7 +178,8 @@ def _swap_colours(
     """Changes colours of parts, in place, so that no part that `receiver` receives has
     the colour `a`. None has the colour `b` before. For this, the parts on a path swap
     the two colours. The path starts at `receiver` with the part of colour `a`. Each
-    next part shares a device with the one before, and has the other colour.
+    next part shares a device with the one before, and has the other colour. `sender_of`
+    and `receiver_of` have the sender and the receiver of each part.
     """
     path: list[tuple[int, int]] = []
     node = receiver

@@ -39,6 +39,7 @@ class Senders:
     ):
         # The numbers of the devices, as keys and in order; the values say nothing.
         self.holders = dict.fromkeys(holders)
+        # The bytes that each device has sent, which all shards of all arrays share.
         self.sent = sent
         self._group_of = group_of
         for device in holders:

@@ -115,7 +115,8 @@ def dim_of_sub_axis(layout: StepLayout) -> dict[int, int]:
 
 def split(shard: Any, exchange: Exchange) -> Any:
     """Splits a shard into one chunk for each member of the replica group, stacked along
-    a new first dimension.
+    a new first dimension. `exchange.splits` has, for each dimension, the sub-axes by
+    which it is split, as indices in `exchange.sizes`, the sizes of the sub-axes.
     """
     # Each dimension that is split becomes two: the chunks, whose position is in
     # `front`, and the elements of a chunk.
@@ -149,8 +150,9 @@ def split(shard: Any, exchange: Exchange) -> Any:
 
 
 def join(parts: Any, exchange: Exchange) -> Any:
-    """Joins the chunks that a device received in an exchange into one shard. It is
-    the inverse of `split`.
+    """Joins the chunks that a device received in an exchange, stacked along the first
+    dimension, into one shard. It is the inverse of `split`. `exchange.joins` has, for
+    each dimension, the sub-axes whose chunks are joined along it.
     """
     chunk_shape = parts.shape[1:]
     by_sub_axis = parts.reshape((*exchange.sizes, *chunk_shape))

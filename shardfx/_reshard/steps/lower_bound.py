@@ -44,10 +44,13 @@ class LowerBound:
         far: FineLayout,
         far_is: Literal["target", "source"],
     ):
+        # `far` is the layout at one end of a move, and `near` the one at the other end.
+        # `shards` are those of layouts over the sub-axes of `near`.
         self.shards = shards
         # Whether devices must end with their shards in `far`.
         self.needs_far = far_is == "target"
         far_shards = Shards(far)
+        # For each dimension, each device's shard in `far`.
         self.far = [
             FarDim(far_shards.index(axes), far_shards.count(axes))
             for axes in far.layout.dims

@@ -39,6 +39,9 @@ class Neighbours:
         shards: Shards,
         permutations: PermutationPrices,
     ):
+        # The neighbours are over the sub-axes of `near`, the layout at one end of the
+        # move, and `far` is the layout at the other end.
+        # For each dimension a number, which the number of shards along it must divide.
         self.divisible_counts = divisible_counts
         self.shards = shards
         self.permutations = permutations

@@ -76,8 +76,8 @@ def step_between(
     target: StepLayout,
     like: StepLayout,
 ) -> PathStep:
-    """The step from `source` to `target`. Devices are numbered in the mesh order of
-    `like`.
+    """The step of the given kind from `source` to `target`, with the bytes that a device
+    receives. Devices are numbered in the mesh order of `like`.
     """
     wire_share, dcn_share = _shares(kind, source, target, like)
     return PathStep(kind, source, target, wire_share, dcn_share)
@@ -107,14 +107,15 @@ def _shares(
     target: StepLayout,
     like: StepLayout,
 ) -> _Shares:
-    """Returns what a device receives in a step. Devices are numbered in the mesh order
-    of `like`.
+    """Returns the bytes that a device receives in a step from `source` to `target`, as
+    fractions of the array's bytes. Devices are numbered in the mesh order of `like`.
     """
     if kind == "slice":
         return _Shares(wire=Fraction(0), dcn=Fraction(0))
     if kind == "permute":
         return _permutation_shares(source, target, like)
 
+    # The sub-axes along which shards are sent, and the devices of a replica group.
     sub_axes = _changed(source, target)
     members = math.prod(source.sizes[sub_axis] for sub_axis in sub_axes)
     # The members of a replica group in one slice.

@@ -163,7 +163,7 @@ def run_steps(
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
     """Applies all steps of a move to one device's shard, inside a `shard_map` over a
-    mesh with the axes `axes`.
+    mesh with the axes `axes`. Devices are numbered in the mesh order of `like`.
 
     With `chunks`, the shard moves in these chunks, to limit memory. On TPUs it moves in
     the chunks of `chunks_on_tpus` if these are finer, and also without `chunks`.
@@ -202,7 +202,10 @@ def _slice(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
-    """Keeps one part of a device's shard. Sends nothing."""
+    """Keeps one part of a device's shard. Sends nothing. `step` has the layouts before
+    and after. Devices are numbered in the mesh order of `like`, and the mesh has the
+    axes `axes`.
+    """
     # For each device, the index of the part that it keeps along each dimension.
     part_of_device = jnp.asarray(kept_parts(step.source, step.target, like), jnp.int32)
     part_indices = part_of_device[lax.axis_index(axes)]
@@ -223,7 +226,10 @@ def _permute(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
-    """Replaces a device's shard by that of its sender."""
+    """Replaces a device's shard by that of its sender. `step` has the layouts before
+    and after. Devices are numbered in the mesh order of `like`, and the mesh has the
+    axes `axes`.
+    """
     senders = permutation(step.source, step.target, like).tolist()
     pairs = [(sender, device) for device, sender in enumerate(senders)]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), shard)
@@ -235,7 +241,10 @@ def _all_gather(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
-    """Concatenates the shards of a replica group on each of its devices."""
+    """Concatenates the shards of a replica group on each of its devices. `step` has the
+    layouts before and after. Devices are numbered in the mesh order of `like`, and the
+    mesh has the axes `axes`.
+    """
     # The replica groups, and how many of a group's shards lie along each dimension of
     # the result.
     exchange = all_gather(step.source, step.target, like)
@@ -312,7 +321,9 @@ def _all_to_all(
     axes: tuple[str, ...],
 ) -> Array:
     """Splits a device's shard along some dimensions, and joins the chunks that it
-    receives from its replica group along others.
+    receives from its replica group along others. `step` has the layouts before and
+    after. Devices are numbered in the mesh order of `like`, and the mesh has the axes
+    `axes`.
     """
     # The replica groups, and for each dimension the sub-axes along which chunks are
     # split and joined.

@@ -247,6 +247,8 @@ class _Half:
         far_counts: Counts,
     ):
         self.shards = shards
+        # The lower bound on the cost from a layout to the other half's start, the
+        # layouts one step away from a layout, and the shard counts of that start.
         self.bound = bound
         self.next_layouts = next_layouts
         self.far_counts = far_counts

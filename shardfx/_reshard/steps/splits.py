@@ -220,6 +220,7 @@ class _Primes:
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
+        # A key for each sub-axis: the coordinates of all devices along it, as bytes.
         self.keys = keys
         self.sub_axis_of_key = {key: sub_axis for sub_axis, key in enumerate(keys)}
         # For each sub-axis that shards a dimension: the dimension, and the number of

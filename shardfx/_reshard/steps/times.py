@@ -45,8 +45,10 @@ class TorusTimes:
         for size, weight in zip(source.sizes, weights, strict=True):
             # Only an axis between slices has a weight above 1.
             slice_counts.append(size if weight > 1 else 1)
+        # The layout in whose mesh order devices are numbered.
         self._source = source
         self._network = network
+        # The place of each device in the torus.
         self._torus = torus_of(source.sizes, slice_counts, network.rings)
 
     def of_path(self, path: Path) -> PathTime:

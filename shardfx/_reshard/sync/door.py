@@ -44,6 +44,7 @@ class Door:
 
     def __init__(self, listening: socket.socket, answer: Answer, grace_seconds: float):
         self._listening = listening
+        # What a connection's thread runs, and how long it may go on after `close`.
         self._answer = answer
         self._grace_seconds = grace_seconds
         self._lock = threading.Lock()

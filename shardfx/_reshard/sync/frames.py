@@ -75,10 +75,12 @@ class FrameLine:
     def __init__(self, line: Line, suite: Suite, keys: SessionKeys):
         self._line = line
         self._suite = suite
+        # The keys and nonces of the frames in each direction.
         self._sent = _Counter(keys.to_send)
         self._received = _Counter(keys.to_receive)
         # The header of the next frame, if it was read behind the last one.
         self._next_header = b""
+        # The memory for the encrypted bytes of a part.
         self._scratch = bytearray(_PART_BYTES if suite.encrypt else 0)
         if suite.security != "none":
             self._ciphers = primitives("ciphers")
@@ -86,7 +88,9 @@ class FrameLine:
             self._modes = primitives("ciphers.modes")
 
     def send(self, type: int, number: int, parts: Sequence[Memory] = ()) -> None:
-        """Sends a frame whose body is the bytes of `parts`."""
+        """Sends a frame whose body is the bytes of `parts`. `number` is that of a round
+        or of a revision.
+        """
         length = sum(map(len, parts))
         header = Header(type=type, number=number, length=length).to_bytes()
         key, nonce = self._sent.next()

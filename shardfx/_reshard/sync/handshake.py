@@ -178,7 +178,9 @@ def checked_secret(secret: bytes) -> bytes:
 
 
 def as_receiver(line: Line, secret: bytes, suite: Suite, ends: Ends) -> Session:
-    """The receiver's side of the handshake."""
+    """The receiver's side of the handshake: it sends its hello, reads the sender's,
+    proves the secret, and requires the sender's proof. `ends` are the two processes.
+    """
     exchange = _Exchange("receiver", secret, suite)
     line.send([exchange.hello(ends)])
     keys = exchange.keys(line.read(_HELLO.size))
@@ -194,7 +196,10 @@ def as_receiver(line: Line, secret: bytes, suite: Suite, ends: Ends) -> Session:
 
 
 def as_sender(line: Line, secret: bytes, suite: Suite, process: int) -> Session:
-    """The sender's side of the handshake, in the sending process number `process`."""
+    """The sender's side of the handshake, in the sending process number `process`: it
+    reads the receiver's hello, sends its own, requires the receiver's proof of the
+    secret, and proves it.
+    """
     exchange = _Exchange("sender", secret, suite)
     data = line.read(_HELLO.size)
     theirs = Hello.from_bytes(data)
@@ -214,12 +219,15 @@ class _Exchange:
         self._role: Role = role
         self._secret = secret
         self._suite = suite
+        # Set by `hello`: this process's key, its message, and the two processes.
         self._private_key = None
         self._own_hello = b""
         self._ends = Ends(0, 0)
 
     def hello(self, ends: Ends) -> bytes:
-        """This process's hello."""
+        """This process's hello, the first message to the other of the processes `ends`.
+        It has the public half of a new key.
+        """
         public_key = bytes(32)
         if self._suite.security != "none":
             x25519 = primitives("asymmetric.x25519")
@@ -238,8 +246,8 @@ class _Exchange:
         return self._own_hello
 
     def keys(self, data: bytes) -> "_Keys":
-        """The keys that follow from both hellos. `data` is the other process's. Raises
-        `SyncError` if the hellos do not fit each other.
+        """The keys that follow from both hellos. `data` has the bytes of the other
+        process's. Raises `SyncError` if the hellos do not fit each other.
         """
         theirs = Hello.from_bytes(data)
         self._require_fit(theirs)

@@ -211,8 +211,8 @@ class _Incoming:
         has_failed: threading.Event,
         check_content: bool,
     ) -> tuple[int, np.ndarray]:
-        """Receives all rounds. Returns the revision and, with `check_content`, the sums
-        of the sender's content.
+        """Receives all rounds, unless another sender fails and sets `has_failed`.
+        Returns the revision and, with `check_content`, the sums of the sender's content.
         """
         for number, entries in enumerate(self._rounds):
             if has_failed.is_set():

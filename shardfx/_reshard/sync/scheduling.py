@@ -173,7 +173,9 @@ def _rows_of(
 
 
 def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
-    """Whether the receiver writes the bytes of a transfer as they are, each once."""
+    """Whether the receiver writes the bytes of a transfer as they are, each once.
+    `dtype` is that of the buffer.
+    """
     form = transfer.form
     if (
         transfer.process < 0
@@ -211,9 +213,11 @@ def _ranges_or_parts(
     this box, with the whole inner dimensions, they are ranges: one for each transfer
     that is contiguous, or else ranges of at most `limit` bytes that several transfers
     fill together. Otherwise each transfer is a part, also where `limit` is below the
-    bytes of one position along the last dimension of `outer_box`.
+    bytes of one position along the last dimension of `outer_box`. `budget` limits the
+    parts of transfers that the ranges are made of.
     """
     sizes = box_shape(buffer.box)
+    # The elements of the box, with the whole inner dimensions.
     count = volume(outer_box) * math.prod(sizes[len(outer_box) :])
     # The plan writes each element once. So these fill the range if they have as many
     # elements.

@@ -59,6 +59,7 @@ class _PublishedRevision:
     def __init__(self, number: int, arrays: Published):
         self.number = number
         self.arrays = arrays
+        # The number of connections that read it.
         self.readers = 0
         self.is_withdrawn = False
 
@@ -252,8 +253,8 @@ class Sender:
         receiver: int,
         check_content: bool,
     ) -> None:
-        """Sends a revision. If it cannot be sent to the end, tells the receiver why,
-        and raises `SyncError`.
+        """Sends the revision `published` to the process `receiver`. If it cannot be sent
+        to the end, tells the receiver why, and raises `SyncError`.
         """
 
         def require_present() -> None:

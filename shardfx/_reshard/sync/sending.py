@@ -149,7 +149,9 @@ def send_published(
     check_content: bool = False,
     before_round: Callable[[], None] = lambda: None,
 ) -> None:
-    """`send` for arrays that were checked. `before_round` is called before each round."""
+    """`send` for arrays that were checked. `before_round` is called before each round.
+    The arguments that both have are those of `send`.
+    """
     outgoing = _Outgoing(plan, arrays, sender, receiver)
     for number, entries in enumerate(outgoing.rounds):
         before_round()
@@ -187,7 +189,9 @@ class _Outgoing:
         self._scratch = np.empty(0, np.uint8)
 
     def pieces(self, entries: Sequence[ScheduledRow]) -> list[np.ndarray]:
-        """The rows of bytes of a round. The next call overwrites them."""
+        """The bytes of the rows `entries` of a round, one array for each row. The next
+        call overwrites them.
+        """
         rows = [self._rows_of_leaf[entry.leaf][entry.number] for entry in entries]
         nbytes = sum(_aligned(row.bytes) for row in rows if isinstance(row, Filled))
         if len(self._scratch) < nbytes:
@@ -362,8 +366,8 @@ class _Compiler:
         start: int,
         strides: tuple[int, ...],
     ) -> ShardCopy | Encoded:
-        """The copy of a transfer into a view of the row that begins at the byte `start`
-        and has these strides.
+        """The copy of a transfer into a view of its row of bytes. The view begins at the
+        byte `start` of the row, and has these strides in bytes.
         """
         form = transfer.form
         piece = once(transfer.piece)

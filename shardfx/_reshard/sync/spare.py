@@ -84,7 +84,7 @@ class SpareMemory:
         return memory[buffer]
 
     def bytes_of(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of a buffer as bytes."""
+        """The memory of the buffer number `buffer` of the leaf number `leaf`, as bytes."""
         flat = self._bytes.get((leaf, buffer))
         if flat is None:
             memory = self.memory(leaf, buffer).reshape(-1)
@@ -93,9 +93,10 @@ class SpareMemory:
         return flat
 
     def wrote(self, leaf: int) -> None:
-        """Counts one written row of a leaf. After the last row of its group, the memory
-        of the group's leaves becomes JAX arrays. Made one after another, these take
-        less time than between copies, which empty the processor's caches.
+        """Counts one written row of the leaf number `leaf`. After the last row of its
+        group, the memory of the group's leaves becomes JAX arrays. Made one after
+        another, these take less time than between copies, which empty the processor's
+        caches.
         """
         group = self._layout.groups[leaf]
         with self._lock:
@@ -157,6 +158,8 @@ class MemoryLayout:
     """
 
     def __init__(self, plan: TransferPlan, targets: Sequence[MovedLeaf], receiver: int):
+        # The arrays that are made, in the order of the plan's leaves, and memory blocks
+        # that revisions reuse.
         self.targets = targets
         self.blocks = Blocks()
         # For each leaf the boxes that this process fills, by the numbers of their
@@ -164,8 +167,9 @@ class MemoryLayout:
         boxes_of_kind = [_boxes_of_kind(kind, receiver) for kind in plan.kinds]
         self.boxes_of_leaf = [boxes_of_kind[leaf.kind] for leaf in plan.leaves]
 
-        # Leaves whose memory would start in the same 64 MiB if all leaves lay one after
-        # another.
+        # A group is leaves whose memory would start in the same 64 MiB if all leaves
+        # lay one after another. `groups` has the group of each leaf, and
+        # `places_of_group` the buffers of a group's leaves.
         self.groups: list[int] = []
         self.leaves_of_group: dict[int, list[int]] = {}
         self.places_of_group: dict[int, list[_Place]] = {}

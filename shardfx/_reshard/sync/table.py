@@ -19,9 +19,12 @@ class Table:
 
     def __init__(self, path: str, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
+        # The path of the first leaf, the most dimensions of a source, and the dtype of
+        # the target.
         self._path = path
         self._rank = rank
         self._dtype = dtype
+        # By a form's value and loops, its position in `forms`.
         self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
         # The integers of all parts, one after another, without the numbers of buffers.
         self._rows: list[int] = []
