@@ -225,8 +225,12 @@ class Context(NamedTuple):
 
 def view_of(held: Held) -> View:
     """The view of the value, as the whole program has it: a dimension of size 1 that
-    holds the first element counts as one along which nothing changes.
+    holds the first element counts as one along which nothing changes. Raises `Unjudged`
+    if devices hold padding along a dimension that the view lacks, which is no element
+    of the value.
     """
+    if any(axis.cut.has_holes for axis in held.dropped_axes):
+        raise Unjudged("a reshape that drops a dimension of padding")
     dims = [
         None if axis is None or axis.cut.is_first_element else axis.dim
         for axis in held.axes

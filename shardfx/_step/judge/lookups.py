@@ -292,7 +292,7 @@ def _outside(operands: Sequence[Held]) -> Held:
         raise Unjudged("a lookup that is not finished")
     below, above = sides["LT"], sides["GT"]
     assert isinstance(below.idiom, Side) and isinstance(above.idiom, Side)
-    if below.root != above.root or below.axes != above.axes:
+    if not positions.is_same_index(below, above) or below.axes != above.axes:
         raise Unjudged("a mask of different indices")
     clamp = below.idiom.high
     if clamp is None or clamp != above.idiom.high:

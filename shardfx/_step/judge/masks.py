@@ -61,6 +61,7 @@ def _selected_on_devices(
     if (
         on_part.root == other.root
         and on_part.root >= 0
+        and on_part.dropped_axes == other.dropped_axes
         and view_of(on_part) == view_of(other)
     ):
         pairs = list(zip(on_part.axes, other.axes, strict=True))
@@ -164,8 +165,8 @@ def _masked_fill(
     is_left: bool,
 ) -> Number | Fills | None:
     """The numbers in holes after a mask along a dimension of the value, with `number`
-    where it is false. `is_left` says whether it leaves holes along this dimension, which
-    keep what they had, as do those along others.
+    where it is false. `is_left` says whether it leaves holes along this dimension,
+    which keep what they had, as do those along others.
     """
     others = held.hole_dims - {dim}
     if held.fill == number or not (others or is_left):

@@ -59,13 +59,13 @@ class Row(NamedTuple):
 class Updated(NamedTuple):
     """A shard with another row where an index is in its rows.
 
-    - `index_root`: the number of the index's value.
+    - `index`: what devices hold of the index.
     - `low`, `high`: the rows of each device.
     - `shard`: the shard before.
     - `result`: what devices hold once only those that have the row are updated.
     """
 
-    index_root: int
+    index: Held
     low: np.ndarray
     high: np.ndarray
     shard: Held
@@ -80,7 +80,7 @@ def both_sides(operands: Sequence[Held]) -> Held | None:
             return mask
     if not isinstance(first.idiom, Side) or not isinstance(other.idiom, Side):
         return None
-    if first.shape or not first.is_finished or first.root != other.root:
+    if first.shape or not first.is_finished or not is_same_index(first, other):
         return None
     if first.idiom.high is not None or other.idiom.high is not None:
         raise Unjudged("a mask of an index that is clamped otherwise")
@@ -103,11 +103,20 @@ def chosen_row(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | N
         return None
     if isinstance(first.idiom, Updated):
         return _end_of_update(mask, first, other)
-    if offsets is None or first.root != mask.root or constant_number(other) != 0:
+    if offsets is None or constant_number(other) != 0:
+        return None
+    if not is_same_index(first, mask):
         return None
     if first.shape or not np.array_equal(offsets.reshape(-1), inside.low):
         return None
     return dataclasses.replace(first, idiom=Row(inside.low, inside.high))
+
+
+def is_same_index(first: Held, other: Held) -> bool:
+    """Whether two arrays come from one index, whatever was done to it: `i[0]` and
+    `i[1]` have one value, and differ in the axis that their reshape drops.
+    """
+    return first.root == other.root and first.dropped_axes == other.dropped_axes
 
 
 def _end_of_update(mask: Held, updated: Held, other: Held) -> Held | None:
@@ -119,7 +128,7 @@ def _end_of_update(mask: Held, updated: Held, other: Held) -> Held | None:
     assert isinstance(inside, Inside) and isinstance(update, Updated)
     shard = update.shard
     is_same_mask = (
-        mask.root == update.index_root
+        is_same_index(mask, update.index)
         and np.array_equal(inside.low, update.low)
         and np.array_equal(inside.high, update.high)
     )
@@ -172,7 +181,7 @@ def update_row(
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
         form = form_in(context, instruction, expressed_operands, shard.shape)
         result = held_result(context, form, instruction, shard.shape, cuts, number)
-        updated = Updated(index.root, row.low, row.high, shard, result)
+        updated = Updated(index, row.low, row.high, shard, result)
         return dataclasses.replace(shard, idiom=updated, known_numbers=None)
     raise Unjudged("no update of the whole program has these operands")
 

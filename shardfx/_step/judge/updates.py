@@ -74,9 +74,9 @@ def _global_cuts(
     update: Held,
     node: Node,
 ) -> list[Cut | None] | None:
-    """The cuts of an update's result, if the update is that of the whole program's value
-    `node`; else `None`. A dimension that the update covers is cut as operand and update
-    are. Each device holds all of the others.
+    """The cuts of an update's result, if the update is that of the whole program's
+    value `node`; else `None`. A dimension that the update covers is cut as operand and
+    update are. Each device holds all of the others.
     """
     operand_shape = node.operands[0].shape
     update_shape = node.operands[1].shape
@@ -124,6 +124,8 @@ def _updated(
     number = constant_number(operand)
     if number is None and operand.root != update.root:
         operand, update = _same_array(context, instruction, operand, update)
+    if number is None and operand.dropped_axes != update.dropped_axes:
+        raise Unjudged("an update by a piece that lies differently")
     changed = [
         dim
         for dim in range(len(operand.shape))
