@@ -85,6 +85,10 @@ def search_options(
     "tpu:v5e:2x4", emulated CPU devices such as "cpu:8", or JAX's devices. `chip` is
     their kind; `None` if `devices` shows it. `slices` is the number of slices if
     `devices` does not say it. Raises `MeshError` for other values.
+
+    Of the result, `total` and `slices` are the numbers of devices and slices, `target`
+    and `targets` the two parts of a text such as "tpu:v5e:2x4*3", and `extents` the
+    chips along each dimension of one slice.
     """
     # "tpu:v5e:2x4*3" is three times the devices "tpu:v5e:2x4".
     repeated = devices
@@ -283,7 +287,11 @@ class TracedStep:
 
 
 def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
-    """Traces and lowers the step for the shapes of its arguments, without running it."""
+    """Traces and lowers the step for the shapes of its arguments, without running it.
+
+    For each argument, `flats` has its leaves with their paths, and `words` its name.
+    The notes of the lowered program count the operations that are not understood.
+    """
     if not callable(step):
         raise of_argument(
             LeafTypeError(
@@ -320,8 +328,9 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _step_arrays(which: int, word: str, flat: Flat) -> Iterator[StepArray]:
-    """Yields the arrays of an argument: its position `which`, its name `word`, and its
-    leaves.
+    """Yields the arrays of the argument at position `which`, whose name is `word`, and
+    whose leaves are those of `flat`. `flat.names` has the logical names that a field of
+    an Equinox module declares for each leaf, or `None`.
     """
     rows = zip(flat.leaves, flat.paths, flat.names, flat.is_array, strict=True)
     for leaf, path, names, is_array in rows:

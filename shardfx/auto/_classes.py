@@ -69,6 +69,9 @@ class Classes:
     def __init__(self, traced: TracedStep):
         """Finds the logical axes of a traced step: first one for each class of the
         dimensions of its arguments, then one for equal dimensions of equal layers.
+
+        A root is a class of dimensions that must be sharded alike. `tied.roots` has,
+        for each value and each of its dimensions, the roots of the sub-dimensions.
         """
         self.traced = traced
         self.tied = traced.tied
@@ -138,7 +141,9 @@ class Classes:
 
     def shardable_count(self, roots: Sequence[Root]) -> int:
         """The number of a dimension's major-most sub-dimensions that may be sharded. No
-        shard splits the other ones.
+        shard splits the other ones. `self.marked` has the classes that operations of a
+        kind mark: those that slices divide ("sliced"), and batch dimensions of products
+        ("batched").
 
         `roots` are the classes of the sub-dimensions. The minor-most of several is not
         sharded, since it counts as the width of one head. A batch dimension of a matrix
@@ -156,7 +161,9 @@ class Classes:
 
     def names_of(self, array: int) -> tuple[object, ...]:
         """The logical names of the dimensions of the array with the number `array`, for
-        `plan(..., names=...)`. A name that an earlier dimension has becomes `None`.
+        `plan(..., names=...)`. A name that an earlier dimension has becomes `None`. If
+        no shard splits the last sub-dimensions of a dimension, such as head widths of
+        64, the name before them is `Atomic(name, 64)`.
         """
         used: set[str] = set()
         # A name, a tuple of those of several sub-dimensions, or `None`.
@@ -322,14 +329,14 @@ def _is_made_of(value: int, source: int, makers: dict[int, Operation]) -> bool:
     queue = [(value, False)]
     seen = {(value, False)}
     while queue and len(seen) < _MOST_VISITED:
-        current, by_product = queue.pop(0)
+        current, is_after_product = queue.pop(0)
         operation = makers.get(current)
         if operation is None:
             continue
-        by_product |= operation.flops > 0
-        if by_product and source in operation.ins:
+        is_after_product |= operation.flops > 0
+        if is_after_product and source in operation.ins:
             return True
-        operands = [(operand, by_product) for operand in operation.ins]
+        operands = [(operand, is_after_product) for operand in operation.ins]
         unseen = [operand for operand in operands if operand not in seen]
         queue += unseen
         seen.update(unseen)

@@ -268,7 +268,8 @@ def _constrainer(
     rules: AxisRules,
 ) -> "_Constrainer":
     """What constrains the results of the equations of a step as `rules` say. `classes`
-    are those of `_named_dims`.
+    are those of `_named_dims`. `chosen` has the layout of the step's values along each
+    mesh axis that the rules use.
     """
     mesh_spec = MeshSpec.of(mesh)
     assignments = assignments_of_rules(rules, classes)
@@ -487,6 +488,10 @@ class _Constrainer:
         dimension of a value of the program. With `whole_if_unreduced`, it lacks the
         mesh axes over which an operation leaves the value unreduced, as a sum whose
         parts are on several devices.
+
+        Under the layout of one mesh axis, `positions[value]` counts over the value's
+        sub-dimensions, of all dimensions together, and `assignment` has the logical
+        axes that the mesh axis may shard, the preferred one first.
         """
         dims = self.layouts.roots[value]
         # For each sub-dimension, its dimension and its index within the dimension.

@@ -99,6 +99,10 @@ def costs(
     its bytes at the memory's bandwidth. It waits for collectives of activations, and
     overlaps in part with those of parameters and gradients. Sizes that do not divide a
     dimension, or break a limit of the user, have infinite seconds.
+
+    A term is an amount of work or bytes that some of the assignments divide. Its mask
+    says which ones of a set, as bits: 0b10 for the second one alone. Terms of equal
+    masks are divided by the same number of shards, so they are added up first.
     """
     axes = sets.shape[1]
     # For each mask, whether it has each assignment of a set.
@@ -151,7 +155,7 @@ def _is_allowed(
 ) -> Bool[np.ndarray, "sets sizes"]:
     """For each set and each tuple of sizes, whether the number of shards of each logical
     axis divides its size, and is no less than the limits ask for. `shard_counts` are
-    those of a logical axis with each mask.
+    those of a logical axis with each mask: the bits of the assignments that shard it.
     """
     is_uneven = terms["sizes"][:, None, None] % shard_counts != 0
     is_too_small = shard_counts < terms["least"][:, None, None]
@@ -201,8 +205,10 @@ def byte_seconds(
     On a torus, an axis has links in proportion to the logarithm of its size. Switched
     chips, such as GPUs, form islands of chips with fast links; as many devices of each
     axis as possible are in one island. Bytes between slices pass through the hosts'
-    network. `machine` comes from `rates_of`. Each row of `sizes` and `slices` has the
-    sizes of the mesh axes, and the slices that they span.
+    network. `machine` comes from `rates_of`: "link" and "dcn" are bytes per second,
+    "dims" the dimensions of the torus (0 for switched chips), and "island" a number of
+    devices. Each row of `sizes` and `slices` has the sizes of the mesh axes, and the
+    slices that they span.
     """
     devices = sizes.T.astype(np.float32)
     devices_in_slice = (sizes // slices).T.astype(np.float32)

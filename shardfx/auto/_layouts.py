@@ -131,6 +131,10 @@ class Layouts:
     def __init__(self, classes: Classes, devices: int):
         """Numbers the sub-dimensions and the distinct operations of a program. `classes`
         are its logical axes, of which a mesh of `devices` devices may shard some.
+
+        `minor` has the logical axes that are not the major-most sub-dimension of some
+        dimension. `sub_dims` has, for each sub-dimension of each value, its logical
+        axis (-1 for none) and its index within the dimension.
         """
         self.classes = classes
         self.tied = classes.tied
@@ -255,7 +259,9 @@ class _Labels:
         factors: tuple[int, ...],
     ) -> list[int]:
         """The labels of one dimension of `size` elements; -1 for all its sub-dimensions
-        if they are not those of its factors, or cannot be sharded.
+        if they are not those of its factors, or cannot be sharded. `roots_of_dim` has
+        the classes of its sub-dimensions, and `factors` those of the operation's
+        sharding rule.
         """
         # The keys of `label_of_factor`, and the classes of these sub-dimensions.
         keys: list[tuple[int, int]] = []
@@ -294,7 +300,11 @@ class _Propagation:
     """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
-        """Starts with all values replicated, and no collectives."""
+        """Starts with all values replicated, and no collectives. A state is a position
+        of a value's sub-dimensions, `WHOLE` (replicated) or `UNREDUCED`. `copies` has
+        pairs of a value and a state to which it was resharded, and `effects` keeps the
+        effect of each distinct operation on operands of given states.
+        """
         self.layouts = layouts
         self.assignment = assignment
         self.shards_minor = not layouts.minor.isdisjoint(assignment)
@@ -334,7 +344,8 @@ class _Propagation:
     def preferred(self, value: int) -> _State:
         """The position of the sub-dimension of a value that the assignment prefers to
         shard; `WHOLE` if there is none. A minor sub-dimension counts only if mesh axes
-        may shard the major ones before it.
+        may shard the major ones before it. `sub_dims` has the logical axis of each
+        sub-dimension, and its index within its dimension.
         """
         sub_dims = self.layouts.sub_dims[value]
         for axis in self.assignment:
@@ -365,7 +376,7 @@ class _Propagation:
     def propagate(self, number: int, operation: Operation) -> bool:
         """Adds the collectives that the operands of `operation`, the one with this number,
         need, and sets the shardings of its results. Returns whether the mesh axis divides
-        the operation's work.
+        the operation's work. Equal operations share a number of `labelled_numbers`.
         """
         if operation.name == "use":
             return False
@@ -394,7 +405,7 @@ class _Propagation:
 
         At the start of the loop the value gets the sharding that the assignment
         prefers. At the end of the body it gets back the sharding from the start of the
-        body.
+        body: a "return" has the next value and the value at the start as operands.
         """
         carried = operation.ins[0]
         if operation.name == "return":

@@ -167,8 +167,8 @@ class _Namer:
         """
         images = self.images()
         for axis in self.unnamed():
-            of_model = self.classes.in_model(axis)
-            places = [
+            places_in_model = self.classes.in_model(axis)
+            data_places = [
                 place
                 for place in axis.places
                 if place.array not in self.classes.model_arrays
@@ -176,16 +176,16 @@ class _Namer:
             # Of a model's arrays, data shares dimensions only with tables of positions,
             # or with kernels: the channels. An axis of no array of the model is one of
             # the data, too: `all` of nothing.
-            are_positions = all(map(_POSITIONS.search, self.paths(of_model)))
+            are_positions = all(map(_POSITIONS.search, self.paths(places_in_model)))
             is_of_data = are_positions or images.get(axis) == "channels"
-            if not places or not is_of_data:
+            if not data_places or not is_of_data:
                 continue
-            if all(map(self.is_first, places)):
+            if all(map(self.is_first, data_places)):
                 axis.name = "batch"
             elif axis in images:
                 axis.name = images[axis]
             else:
-                axis.name = self.data_name(axis, places, images)
+                axis.name = self.data_name(axis, data_places, images)
 
     def data_name(
         self,
@@ -240,7 +240,8 @@ class _Namer:
 
     def images(self) -> dict[LogicalAxis, str]:
         """The names of the dimensions along which convolutions run: "channels", and
-        "height" or other spatial ones.
+        "height" or other spatial ones. `tied.spatial` has, for each class of a spatial
+        dimension, its position among the spatial dimensions and their number.
         """
         classes = self.classes
         names: dict[LogicalAxis, str] = {}
@@ -289,27 +290,27 @@ class _Namer:
         ]
         # Query heads that share keys are a dimension that reshapes split into kv heads,
         # query groups and head widths: the axes of the first, and those behind it.
-        shared: set[LogicalAxis] = set()
-        behind: set[LogicalAxis] = set()
+        split_axes: set[LogicalAxis] = set()
+        axes_behind_split: set[LogicalAxis] = set()
         for roots in it.chain.from_iterable(classes.dims):
             kept_roots = roots[: classes.shardable_count(roots)]
             axes = [classes.axis_of(root) for root in kept_roots]
             if len(axes) > 1 and axes[0] in weight_axes:
-                shared.add(axes[0])
-                behind.update(axes[1:])
+                split_axes.add(axes[0])
+                axes_behind_split.update(axes[1:])
 
-        of_weights = self.batches_of_weights()
+        axes_of_weights = self.batches_of_weights()
         head_axes: set[LogicalAxis] = set()
         # Query groups are batches of no product, or of one without weights.
         for axis in self.unnamed():
-            if axis in behind and axis not in weight_axes:
+            if axis in axes_behind_split and axis not in weight_axes:
                 weight_axes.append(axis)
         for axis in weight_axes:
-            if axis in behind:
+            if axis in axes_behind_split:
                 axis.name = "query_groups"
-            elif axis in shared:
+            elif axis in split_axes:
                 axis.name = "kv_heads"
-            elif self.are_experts(axis, of_weights):
+            elif self.are_experts(axis, axes_of_weights):
                 axis.name = "experts"
                 continue
             else:
@@ -393,17 +394,18 @@ class _Namer:
         such streams. If tables have a `vocab` dimension, and their other dimensions are
         one logical axis, this is named `embed` too.
         """
-        sums = residual(self.tied, self.classes.model_roots)
+        residual_roots = residual(self.tied, self.classes.model_roots)
         axes = []
         for axis in self.unnamed("contracted"):
             arrays = {place.array for place in self.classes.in_model(axis)}
-            if len(arrays) > 1 and not sums.isdisjoint(axis.roots):
+            if len(arrays) > 1 and not residual_roots.isdisjoint(axis.roots):
                 axes.append(axis)
         beside_vocab: set[LogicalAxis] = set()
         for array in range(len(self.classes.dims)):
-            of_array = self.classes.axes_of_array(array)
-            if len(of_array) == 2 and "vocab" in (of_array[0].name, of_array[1].name):
-                beside_vocab.update(axis for axis in of_array if not axis.name)
+            axes_of_array = self.classes.axes_of_array(array)
+            names = [axis.name for axis in axes_of_array]
+            if len(names) == 2 and "vocab" in names:
+                beside_vocab.update(axis for axis in axes_of_array if not axis.name)
         if len(beside_vocab) == 1:
             axes += beside_vocab
         for axis in axes:

@@ -35,7 +35,8 @@ def run_with(
     args: Sequence[PyTree],
 ) -> list[Any]:
     """The results of the step's jaxpr `closed`, with `change` applied to the results of
-    each equation. `change` takes what `_Walker` says.
+    each equation. `change` takes the number of the equation, the name of its primitive
+    and its results, and returns other results.
     """
     return _Walker(change).run(*opened(closed), array_leaves(args))
 

@@ -339,7 +339,8 @@ class _Pricing:
         init: Callable[..., Any] | None,
     ):
         """`flat` are the leaves of `tree`, and `names` the logical names of its arrays
-        if the caller gives any.
+        if the caller gives any. `flat.stacked` has the number of leading dimensions
+        that modules declare as stacked layers, for each leaf.
         """
         self.tree = tree
         self.init = init
@@ -384,7 +385,9 @@ class _Pricing:
         )
 
     def _rules(self, choice: Choice) -> PathRules:
-        """The rules of a choice. They are found once for equal steps."""
+        """The rules of a choice. They are found once for equal steps: tuples of mesh
+        axes that shard an array, one after the other. Most arrays have the `usual` ones.
+        """
         usual = (Step(choice.axes),) if choice.axes else ()
         steps = self._steps(choice)
         key = (usual, tuple(steps))
@@ -406,6 +409,7 @@ class _Pricing:
         gathered = self._whole_dims(ShardableArray.whole_by_fsdp, gathered_shards)
         steps: list[Steps] = []
         for number, array in enumerate(self.arrays):
+            # Tensor parallelism leaves these dimensions whole, perhaps all.
             skip_dims = by_tensor[number]
             if TENSOR not in choice.axes or len(skip_dims) == len(array.shape):
                 array_steps = (Step(gathered_axes, gathered[number]),)

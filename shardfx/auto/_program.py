@@ -153,7 +153,9 @@ class Tied:
 
     def __init__(self, program: Program):
         """Makes a node for each dimension of each value, merges them operation by
-        operation, and then reads the classes of all.
+        operation, and then reads the classes of all. A root is the node that stands for
+        a class. `operation.counted` has pairs of a dimension of its first operand that
+        a loop iterates over, and the loop's number.
         """
         self.program = program
         self.union = UnionFind()

@@ -87,6 +87,7 @@ def timed(
     """
     peak_flops = float(chip.flops("bfloat16"))
     hbm_bytes_per_second = float(chip.hbm_bytes_per_second) / chip.devices_per_chip
+    # A multiplier does two operations, a product and a sum, in each cycle.
     if work.cycles and chip.name in _MULTIPLIERS:
         clock_rate = peak_flops / (2 * _MULTIPLIERS[chip.name])
         compute_seconds = work.cycles / clock_rate
@@ -210,7 +211,8 @@ class LoweredStep:
     ) -> Candidate:
         """`candidate` with the estimated time, the traffic and the memory of
         its partitioned program. With `constrained`, `constrain_step` constrains the
-        step. Raises `ProgramError` if XLA refuses the program.
+        step. If it does not fit with the arguments that the step donates, it counts
+        with all `donatable` ones. Raises `ProgramError` if XLA refuses the program.
         """
         step = self._step_for(candidate, constrained)
         if candidate.mesh.size > LARGEST_DIRECT_MESH:
@@ -283,7 +285,10 @@ class LoweredStep:
         step: Step,
         candidate: Candidate,
     ) -> tuple[list[Dims | None], list[Dims | None]]:
-        """The shardings of the step's arguments and results under `candidate`."""
+        """The shardings of the step's arguments and results under `candidate`. For each
+        result, `self.results` has the argument whose shardings it gets, and the number
+        of its arrays.
+        """
         arguments, results = step.parameters
         argument_dims: list[list[Dims]] = []
         for plan in candidate.plans:

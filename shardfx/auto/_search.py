@@ -308,7 +308,8 @@ def _asked_of_libtpu(
     tell: Tell,
 ) -> list[Candidate]:
     """The candidates that libtpu partitions rightly, the first few with its bytes and
-    memory. Candidates that fit in memory come first.
+    memory. Candidates that fit in memory come first. libtpu is asked at most as often as
+    its time allows (`most`), and until `enough` candidates fit.
     """
     module = lowered.plain.module(lowered.platform)
     most = _SCHEDULED.count(
@@ -400,6 +401,9 @@ def candidates_of(
     Candidates that fit in memory come first, the fastest first. At least `keep`
     candidates are tried. The titles are those of the candidates that come from usual
     strategies or from the caller's rules.
+
+    The usual strategies are partitioned first, then the best by the estimate (`drawn`)
+    and other strategies as far as the counts of programs allow, then other sizes.
     """
     module = lowered.plain.module(lowered.platform)
     counts = _program_counts(len(bytecode(module)), space.devices)
@@ -523,8 +527,9 @@ class _ProgramCounts(NamedTuple):
 
 
 def _program_counts(size: int, devices: int) -> _ProgramCounts:
-    """How many programs can be partitioned in the time of a search. `size` is the number
-    of bytes of the step's StableHLO.
+    """How many programs can be partitioned in the time of a search, without and with
+    constraints. `size` is the number of bytes of the step's StableHLO. A budget counts
+    how many programs of so many seconds fit into its time.
     """
     program_seconds = _SECONDS_PER_PROGRAM + size * _SECONDS_PER_BYTE
     if devices <= LARGEST_DIRECT_MESH:

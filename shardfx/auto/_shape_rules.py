@@ -26,8 +26,9 @@ def shape_rules(
     usual: Steps,
     min_bytes: int,
 ) -> PathRules:
-    """The rules that shard the array at each of the paths by its steps. A last rule is
-    for those with the steps `usual`. Arrays of fewer than `min_bytes` bytes are
+    """The rules that shard the array at each of the paths by its steps: mesh axes that
+    shard it one after the other, each step in the largest dimension that is left. A
+    last rule is for those with the steps `usual`. Arrays of fewer than `min_bytes` bytes are
     replicated. `usual` is empty if the others are replicated.
     """
     steps_by_path = dict(zip(paths, steps, strict=True))

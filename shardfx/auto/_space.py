@@ -127,7 +127,9 @@ class Space:
         also: Sequence[AxisRules] = (),
     ):
         """Propagates the axis assignments of usual strategies, of the caller's rules
-        `also`, and then others up to a number, through the step of `classes`.
+        `also`, and then others up to a number, through the step of `classes`. An axis
+        assignment is the logical axes that one mesh axis may shard, the preferred one
+        first; `number` numbers it. A strategy is the numbers of several assignments.
         """
         self.classes = classes
         self.hardware = hardware

@@ -86,6 +86,7 @@ def well_known_strategies(
     fsdp = ("batch", "embed")
     sequence = ("sequence",)
     experts = ("experts",)
+    # Without the first, "experts".
     tensor = (*_TENSOR[1:], *sorted(other_names))
     tensor_or_sequence = tensor + sequence
     everything = (*fsdp, *_TENSOR, *other_names)
@@ -147,12 +148,13 @@ def assignments_of(
 
 def _by_bytes(layouts: Layouts) -> list[int]:
     """The numbers of the logical axes, those of the values with the most bytes first."""
-    # For each axis, the bytes of all values that have it.
-    weights = Counter[int]()
-    for value, flat in zip(layouts.program.values, layouts.sub_dims, strict=True):
-        axes = {number for number, _ in flat if number >= 0}
-        weights.update(dict.fromkeys(axes, value.bytes))
-    return [number for number, _ in weights.most_common()]
+    # For each axis, the bytes of all values that have it. The sub-dimensions of a value
+    # are pairs of a logical axis (-1 for none) and an index.
+    bytes_of_axes = Counter[int]()
+    for value, sub_dims in zip(layouts.program.values, layouts.sub_dims, strict=True):
+        axes = {number for number, _ in sub_dims if number >= 0}
+        bytes_of_axes.update(dict.fromkeys(axes, value.bytes))
+    return [number for number, _ in bytes_of_axes.most_common()]
 
 
 def _orders(
@@ -193,8 +195,8 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     """
     # For each axis, those of the arrays that have it, itself included.
     beside: dict[int, set[int]] = {}
-    for flat in layouts.sub_dims:
-        axes_of_array = {number for number, _ in flat}
+    for sub_dims in layouts.sub_dims:
+        axes_of_array = {number for number, _ in sub_dims}
         for number in axes_of_array:
             beside.setdefault(number, set()).update(axes_of_array)
     sets: dict[tuple[int, ...], None] = {}

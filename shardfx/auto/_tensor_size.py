@@ -90,7 +90,8 @@ class StepEstimate(NamedTuple):
     def comfortable_bytes(self, tensor: int) -> float:
         """The bytes of the state that leave a device with enough memory for activations,
         in groups of `tensor` devices. Enough for any step is half of the memory. Else a
-        step keeps the inputs of each layer, and the widest activations.
+        step keeps the inputs of each layer, and the widest activations: for each token,
+        as many elements as an array has for each element of its `long_side`.
         """
         memory = self.hardware.chip.usable_hbm_bytes_per_device
         bytes_of_token = 0.0
@@ -110,7 +111,8 @@ class StepEstimate(NamedTuple):
         Each array that a group shards reduces activations within it: those of its input
         or its output, whichever is narrower. Gradients are reduced over the groups,
         beside computation. If the state leaves too little memory, it is sharded over as
-        few groups as possible, and weights are gathered.
+        few groups as possible, and weights are gathered. An array too small to be
+        sharded has 0 in `array_bytes`.
         """
         groups = self.hardware.total // tensor
         tokens = self.tokens / groups
@@ -142,14 +144,20 @@ class StepEstimate(NamedTuple):
             math.inf,
             extents=self.hardware.extents,
         )
-        data_rate, fsdp_rate, tensor_rate = byte_seconds(rates, sizes, slices)[:, 0]
+        data_byte_seconds, fsdp_byte_seconds, tensor_byte_seconds = byte_seconds(
+            rates, sizes, slices
+        )[:, 0]
         latencies = rates["hop_seconds"] * hop_counts(rates, sizes, slices)[:, 0]
-        compute = flops / rates["flops"]
-        hidden = 2 * weight_bytes / fsdp.size * data_rate + latencies[0]
-        gathered = _GATHERED * weight_bytes * fsdp_rate
-        reduced = _REDUCED * activation_bytes * tensor_rate + calls * latencies[2]
-        beside = max(0.0, hidden - rates["overlap"] * compute)
-        return float(compute + gathered + reduced + beside)
+        compute_seconds = flops / rates["flops"]
+        hidden_seconds = 2 * weight_bytes / fsdp.size * data_byte_seconds + latencies[0]
+        gathering_seconds = _GATHERED * weight_bytes * fsdp_byte_seconds
+        reducing_seconds = (
+            _REDUCED * activation_bytes * tensor_byte_seconds + calls * latencies[2]
+        )
+        exposed_seconds = max(0.0, hidden_seconds - rates["overlap"] * compute_seconds)
+        return float(
+            compute_seconds + gathering_seconds + reducing_seconds + exposed_seconds
+        )
 
     def _fsdp(self, tensor: int) -> Span:
         """The smallest span of FSDP that leaves a device enough memory, in groups of

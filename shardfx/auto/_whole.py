@@ -59,8 +59,7 @@ class ShardableArray:
     - `results`: for the weights of an attention layer's output, or their bias, the
       dimension of the results. FSDP must not shard it where each shard of `output_size`,
       the elements of all heads, has whole heads: it would shard all activations, in
-      place of the batch. Else it must not shard `output_heads`, the dimension of the
-      heads; a bias has none.
+      place of the batch. Else it must not shard `heads`; a bias has none.
     """
 
     path: str
@@ -74,7 +73,10 @@ class ShardableArray:
     output_size: int = 0
 
     def whole_by_fsdp(self, shards: int) -> set[int]:
-        """The dimensions that FSDP over `shards` devices must not shard."""
+        """The dimensions that FSDP over `shards` devices must not shard: those of
+        `whole`, and of an attention layer's output also the one of its results or of
+        its heads. `output_size` is the number of elements of all heads.
+        """
         if self.results is None:
             return self.whole
         if _has_whole_heads(self.output_size, shards):
@@ -129,7 +131,8 @@ def note_whole_dims(arrays: Sequence[ShardableArray]) -> None:
 
 def _note_names(array: ShardableArray, names: tuple[Any, ...]) -> None:
     """Notes the dimensions of an array that its logical names forbid to shard, and which
-    of them hold heads or experts.
+    of them hold heads or experts. `_Heads` has the dimension of heads, and the elements
+    of one head in it, `None` if that is not known.
     """
     try:
         names = one_per_dim(names, array.shape)
@@ -224,7 +227,11 @@ class _Projection(NamedTuple):
 
 
 def _note_heads(arrays: Sequence[ShardableArray]) -> None:
-    """Notes the dimensions with attention heads, or with the elements of a head."""
+    """Notes the dimensions with attention heads, or with the elements of a head.
+
+    `ROLES` has the role of a projection ("q", "k", "v" or "o") by the part of a path
+    that names it, and `FUSED` the parts that name several projections in one array.
+    """
     # By the path of the layer, and by the path within a projection.
     layers: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
     for array in arrays:
