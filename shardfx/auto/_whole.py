@@ -110,7 +110,7 @@ class ShardableArray:
         count = 1
         if self.experts is not None:
             count = sizes.pop(self.experts)
-        return count * max(sizes, default=1)
+        return max(1, count * max(sizes, default=1))
 
 
 def note_whole_dims(arrays: Sequence[ShardableArray]) -> None:
@@ -260,7 +260,7 @@ def _note_heads_of_layer(suffix: str, projections: Sequence[_Projection]) -> Non
     """As `_note_heads`, for the projections of one layer, whose paths end in `suffix`."""
     shapes = {role: array.shape for role, array in projections}
     inputs = [shapes[role] for role in "qkv" if role in shapes]
-    if len(inputs) < 2:
+    if len(inputs) < 2 or not inputs[0]:
         return
     joined_dim = head_dimension(suffix, inputs)
     if joined_dim is None and not suffix and len(set(inputs)) == 1:
@@ -313,6 +313,10 @@ def _separate_dims(
     in `[embed, heads, head_dim]`; else none. `shapes` has the shape of each role.
     """
     if "q" not in shapes or "o" not in shapes:
+        return ()
+    # An array of fewer dimensions is a scale or a bias.
+    least_rank = 3 if role == "o" else 2
+    if len(shape) < least_rank:
         return ()
     output = shapes["o"]
     if len(output) < _MOST_HEAD_DIMS or shapes["q"][-2:] != output[-3:-1]:

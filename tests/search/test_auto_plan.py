@@ -273,6 +273,25 @@ def test_small_arrays_and_keys_are_replicated():
         assert auto_plan[path].spec == jax.P()
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"empty": (0,)},
+        {"q": (), "k": (), "v": (), "o": ()},
+        {"q": (64, 8, 16), "k": (), "v": (64, 8, 16), "o": (8, 16, 64)},
+        {"q": (64, 8, 16), "k": (16,), "v": (64, 8, 16), "o": (8, 16, 64)},
+    ],
+)
+def test_scalars_and_empty_arrays_are_replicated(shapes: dict[str, tuple[int, ...]]):
+    arrays = {name: struct(*shape) for name, shape in shapes.items()}
+    tree = {"w": struct(2**14, 2**15), "attention": arrays}
+    for batch in (None, struct(64, 128, dtype=jnp.int32)):
+        planned = sfx.auto.plan(tree, "tpu:v5e:2x4", batch=batch)
+        for name, shape in shapes.items():
+            if len(shape) < 2:
+                assert planned[f"attention/{name}"].spec == jax.P()
+
+
 def test_integers_have_no_gradients():
     floats = sfx.auto.plan({"w": struct(2**16, 2**15)}, "tpu:v5p:2x2x1")
     ints = sfx.auto.plan({"w": struct(2**16, 2**15, dtype="int32")}, "tpu:v5p:2x2x1")
