@@ -204,7 +204,7 @@ def _extents(
     their number or their product is not that of the default extents `usual`.
     """
     parts = slice_text.lower().split("x")
-    extents = tuple(int(part) for part in parts if part.isdigit())
+    extents = tuple(int(part) for part in parts if part.isdecimal())
     are_numbers = len(extents) == len(parts)
     has_rank = len(extents) == len(usual)
     if not are_numbers or not has_rank or math.prod(extents) != math.prod(usual):

@@ -216,7 +216,7 @@ def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
     # Without a mesh one link is taken; a switch sends with all.
     assert seconds(sent, chip).rows[0].bytes_per_second == 1e9
     assert seconds(sent, "h100", mesh).rows[0].bytes_per_second == 450e9
-    for wrong in ("4x4", "2x2x4", "2x2xtwo"):
+    for wrong in ("4x4", "2x2x4", "2x2xtwo", "2x2x²"):
         with pytest.raises(
             MeshError,
             match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'",
