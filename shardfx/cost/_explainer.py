@@ -94,7 +94,7 @@ class Explainer:
                 chain=self._chain(value_number, axis),
             )
             origins.append(origin)
-        entries = [tuple(map(_axis_of, axes)) for axes in sharding.dims]
+        entries = [tuple(map(axis_of, axes)) for axes in sharding.dims]
         return ArrayRow(
             source=self.lines[operation_number],
             operation=maker.name,
@@ -221,7 +221,7 @@ class Explainer:
         value = self.graph.values[near]
         entries = []
         for axes in self.graph.shardings[near].dims or [()] * len(value.shape):
-            whole_axes = map(_axis_of, axes)
+            whole_axes = map(axis_of, axes)
             entries.append([other for other in whole_axes if other != axis])
         entries[stop.near.dim].append(axis)
         maker = self.graph.makers.get(near, stop.operation)
@@ -358,6 +358,6 @@ class Explainer:
         )
 
 
-def _axis_of(axis: str) -> str:
+def axis_of(axis: str) -> str:
     """The mesh axis that contains a sub-axis: `data` for `data:(1)2`."""
     return axis.partition(":")[0]

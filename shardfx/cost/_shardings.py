@@ -27,7 +27,7 @@ from .._rules import near
 from .._step import Platform, Step, place_text, platform_of, program_of, step_of
 from ..topology import MeshSpec
 from ._array_rows import ArrayRow, MissedAxis
-from ._explainer import Explainer
+from ._explainer import Explainer, axis_of
 from ._memory import LiveArray
 from ._propagation import Graph
 from ._traffic_rows import Traffic
@@ -113,7 +113,8 @@ class StepShardings:
         axes = {axis for axis, size in self.mesh.shape.items() if size > 1}
         rows = []
         for row in self.rows:
-            is_replicated = axes > {origin.axis for origin in row.origins}
+            sharding_axes = {axis_of(origin.axis) for origin in row.origins}
+            is_replicated = not axes <= sharding_axes
             if is_replicated and row.bytes_per_device >= least_bytes:
                 rows.append(row)
         return dataclasses.replace(self, rows=tuple(rows))

@@ -187,6 +187,17 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     return step, params, cut((batch, 32), batch_axis, dtype=jnp.int32)
 
 
+def test_a_part_of_an_axis_replicates_over_the_others():
+    def split(x):
+        return jnp.reshape(x, (2, 8)) * 2
+
+    table = shardings(split, struct((16,), P("b")))
+    (row,) = [row for row in table.rows if row.operation == "reshape"]
+    axes = [origin.axis for origin in row.origins]
+    assert axes == ["b:(1)2", "b:(2)2"]
+    assert row in table.replicated().rows
+
+
 def test_a_lost_batch_is_mended_by_the_told_constraint():
     table = shardings(*decoder(constrained=False))
     worst = table.replicated().rows[0]
