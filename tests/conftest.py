@@ -10,6 +10,9 @@ import jaxtyping
 import pytest
 
 
+# Modules and tests live as long as the process. To look for garbage among them while
+# they are imported and collected takes half of the time of that.
+gc.disable()
 # The same examples at every run; `--hypothesis-profile=fresh` draws others. How long an
 # example takes is the machine's matter: a test that is slow on a busy one has not
 # failed.
@@ -75,12 +78,10 @@ _STANDARD_PROMOTION = {
 
 
 def pytest_collection_finish():
-    """Modules and tests live as long as the process: no collection of garbage has to
-    walk over them, or often.
-    """
-    gc.collect()
+    """No collection of garbage has to walk over modules and tests, or often."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 1000)
+    gc.enable()
 
 
 @pytest.fixture

@@ -32,14 +32,19 @@ SCRIPTS = dict(
     )
 )
 # Starts the launchers' processes as forks of one process that has imported JAX, which
-# takes longer than the scripts do. No process has devices when it is forked. The
-# coordinator of a test listens on this machine alone.
+# takes longer than the scripts do. No process has devices when it is forked. A fork
+# shares what it imports: frozen, no collection of garbage writes to it, which would
+# take longer than all else that a fork does. The coordinator of a test listens on this
+# machine alone.
 RUNNER = """
-import functools, json, os, runpy, sys
+import functools, gc, json, os, runpy, sys
 import jax
+from shardfx import checkpoint
 from train import sfx
 
-imported = sfx.auto.plan, sfx.filter_jit, sfx.hosts.global_batch
+imported = sfx.auto.plan, sfx.filter_jit, sfx.hosts.global_batch, checkpoint.save
+gc.collect()
+gc.freeze()
 start = jax.distributed.initialize
 children = []
 for launch in json.load(sys.stdin):
