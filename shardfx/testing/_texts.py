@@ -366,9 +366,11 @@ def assert_collectives(
     limits += (at_most or {}).items()
     lines: list[str] = []
     for pattern, limit in limits:
+        # A pattern that cannot be parsed is an error, whatever the step has.
+        parsed_pattern = _parsed_pattern(pattern, traffic)
         rows = []
         for row in traffic.rows:
-            if row.calls != 0 and _matches(row, _parsed_pattern(pattern, traffic)):
+            if row.calls != 0 and _matches(row, parsed_pattern):
                 rows.append(row)
         excess = _excess_text(rows, limit)
         if excess:
@@ -443,6 +445,13 @@ def _parsed_pattern(pattern: str, traffic: Traffic) -> re.Match[str]:
                 f"`{pattern}` names the axis {axis!r}, and the mesh has"
                 f" {', '.join(traffic.axes)}."
             )
+    try:
+        re.compile(match["leaf"] or "")
+    except re.error as error:
+        raise ValueError(
+            f"`{pattern}` names the parameter {match['leaf']!r}, which is no regex:"
+            f" {error}; put a backslash before characters that stand for themselves."
+        ) from error
     return match
 
 
@@ -476,7 +485,7 @@ def _excess_text(rows: Sequence[TrafficRow], limit: int | str) -> str:
     limit is a number of calls, or of bytes as text, such as "1.5 MiB".
     """
     if isinstance(limit, str):
-        match = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
+        match = re.fullmatch(r"(\d[\d,]*\.?\d*|\.\d+) ?([KMGT]i)?B", limit)
         if match is None:
             raise ValueError(
                 f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'."

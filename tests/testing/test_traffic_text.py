@@ -120,5 +120,22 @@ def test_a_pattern_that_cannot_find_anything_is_an_error(traffic):
         ValueError, match="names the axis 'tensor', and the mesh has data"
     ):
         assert_collectives(traffic, none=["any over tensor"])
-    with pytest.raises(ValueError, match="is no number of bytes"):
-        assert_collectives(traffic, at_most={"any": "3 bytes"})
+    for limit in ("3 bytes", "1.2.3 MiB", ", KiB"):
+        with pytest.raises(ValueError, match="is no number of bytes"):
+            assert_collectives(traffic, at_most={"any": limit})
+    with pytest.raises(ValueError, match="is no regex: unterminated character set"):
+        assert_collectives(traffic, none=["any of layers/["])
+
+
+@pytest.mark.parametrize("pattern", ["allgather", "any over tensor", "any of ["])
+def test_a_wrong_pattern_is_an_error_without_collectives(traffic, pattern):
+    empty = dataclasses.replace(traffic, rows=())
+    with pytest.raises(ValueError, match="`any|`allgather"):
+        assert_collectives(empty, none=[pattern])
+
+
+def test_a_limit_may_have_commas_and_no_whole_part(traffic):
+    assert_collectives(traffic, at_most={"any": "5,500 B"})
+    assert_collectives(traffic, at_most={"any": "6. KiB"})
+    with pytest.raises(AssertionError, match=r"5.2 KiB, more than .5 KiB"):
+        assert_collectives(traffic, at_most={"any": ".5 KiB"})
