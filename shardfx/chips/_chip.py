@@ -129,7 +129,14 @@ class Chip:
         if isinstance(dtype, str) and dtype in ("float8", "float4"):
             name = dtype
         else:
-            name = re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
+            try:
+                dtype_name = jnp.dtype(dtype).name
+            except TypeError:
+                raise ChipError(
+                    f"{dtype!r:.80} is no dtype of JAX; write it as in"
+                    f' `chips.find("{self.name}").flops("bfloat16")`.'
+                ) from None
+            name = re.sub(r"^float([48])_.*", r"float\1", dtype_name)
         if name == "float16":
             name = "bfloat16"
         flops_of_dtype = dict(self.flops_per_second)

@@ -97,6 +97,10 @@ def test_peaks_by_dtype():
         match="'v4': no peak is known for float8; there are bfloat16, int8. Add one",
     ):
         chips.find("v4").flops(jnp.float8_e5m2)
+    with pytest.raises(
+        ChipError, match="'bfloat17' is no dtype of JAX; write it as in"
+    ):
+        chips.find("v4").flops("bfloat17")
 
 
 def test_users_make_their_own_and_the_table_has_a_line_for_each():
