@@ -518,8 +518,8 @@ def exported(leaves: Leaves, map: TreeMap, target_tree: object) -> Leaves:
 
 
 def _outputs_of(owner: _Parts) -> Iterator[tuple[str, PartOutput]]:
-    """The path and the output of each of the parts of an array. A model has many
-    thousands of them, so none is made by a call with keyword arguments.
+    """The path and the output of each of the parts that `owner` has of an array. A
+    model has many thousands of them, so none is made by a call with keyword arguments.
     """
     parts = owner.parts
     output_of = ft.partial(PartOutput, parts.shape, parts.dtype, owner)

@@ -481,9 +481,8 @@ def _assembled(flight: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
             leaf.shape, leaf.sharding, flight.on_devices[number]
         )
     else:
-        array = array_of(
-            leaf.shape, leaf.dtype, leaf.sharding, *flight.host_memory[number]
-        )
+        boxes, memory = flight.host_memory[number]
+        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, boxes, memory)
     if leaf.keys is None:
         return array
     return as_keys_of_dtype(array, leaf.keys)

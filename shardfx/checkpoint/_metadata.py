@@ -74,9 +74,11 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
     An entry whose shape is not that of key data is returned unchanged.
     """
-    bits = key_data_struct(dtype)
-    rank = len(entry.shape) - len(bits.shape)
-    if rank < 0 or entry.shape[rank:] != bits.shape or entry.dtype != bits.dtype:
+    data_of_key = key_data_struct(dtype)
+    rank = len(entry.shape) - len(data_of_key.shape)
+    if rank < 0 or entry.shape[rank:] != data_of_key.shape:
+        return entry
+    if entry.dtype != data_of_key.dtype:
         return entry
     return dataclasses.replace(entry, shape=entry.shape[:rank], dtype=dtype)
 
@@ -87,11 +89,11 @@ def as_bits(entry: object) -> Any:
     """
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
-    bits = key_data_struct(entry.dtype)
+    data_of_key = key_data_struct(entry.dtype)
     return dataclasses.replace(
         entry,
-        shape=(*entry.shape, *bits.shape),
-        dtype=np.dtype(bits.dtype),
+        shape=(*entry.shape, *data_of_key.shape),
+        dtype=np.dtype(data_of_key.dtype),
     )
 
 

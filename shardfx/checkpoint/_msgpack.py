@@ -187,8 +187,9 @@ def _map(cursor: _Cursor, count: int, depth: int) -> dict[str, Any]:
 
 
 def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
-    """The array or number of an extension of flax: a code, and `nbytes` bytes that are
-    msgpack again.
+    """The array or number of an extension of flax: a code for its kind, and `nbytes`
+    bytes that are msgpack again. Those of an array are a list of its shape, its dtype
+    and its `Bytes`, which are skipped; those of a complex number its two parts.
     """
     code = cursor.number(1)
     start = cursor.offset

@@ -206,7 +206,8 @@ class ObjectSave:
 
     def _put(self, name: str, pieces: Sequence[SavedPiece]) -> int:
         """Writes one file with these pieces, and returns the number of their bytes. The
-        metadata says of which array each piece is a part.
+        metadata says of which array each tensor, with the name `piece.tensor`, is a
+        part.
         """
         paths = [piece.part.path for piece in pieces]
         dtype_names = self.content.leaves.dtype_names

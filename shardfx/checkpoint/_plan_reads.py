@@ -255,6 +255,7 @@ def _count_of(processes: SupportsIndex | None) -> int:
 
 def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
     """A value that leaves share if the same bytes of their arrays are read."""
+    # What a map reads depends on its pieces, so such a leaf is of its own kind.
     if leaf.pieces is not None:
         return (leaf.shape, leaf.sharding, leaf.dtype, leaf.path)
     stored = []

@@ -130,6 +130,8 @@ def fetches(
     if not leaf.pieces:
         return [], []
     entries = by_path(leaf.entries)
+    # By stored array: the boxes to read of it, each with the number of the leaf's box
+    # and the part of that box's memory.
     destinations_by_path: dict[str, list[Destination]] = {}
     gathered: list[NumberedPiece] = []
     # The parts of the first piece of each kind, as if it were at the start of its box.

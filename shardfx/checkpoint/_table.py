@@ -198,6 +198,7 @@ def one_table(tables: Sequence[FileTable]) -> FileTable:
     file_numbers = []
     for table in tables:
         paths += table.paths
+        # Numbers of kinds and files in this table become those in the joined one.
         kind_numbers.append(
             _renumbered(table.kind_numbers, table.kinds, number_by_kind)
         )

@@ -129,10 +129,11 @@ def compared(
     `whole` on one device.
 
     Inside a `shard_map` it is unknown whether the devices' values are shards of the
-    whole, summands of it, or copies. Each possibility is tried, and the best match is
-    returned. `allowed_difference` is the largest difference that rounding explains.
-    `record` and `whole_record` are the records of the two results. The result of an
-    equation in a loop has those of all its iterations, in a leading dimension.
+    whole, summands of it, or copies: the role of each mesh axis. Each possibility is
+    tried, and the best match is returned. `allowed_difference` is the largest
+    difference that rounding explains. `record` and `whole_record` are the records of
+    the two results. The result of an equation in a loop has those of all its
+    iterations, in a leading dimension.
     """
     axes, shards = _device_dims_first(record, np.asarray(value))
     whole_axes, whole = _device_dims_first(whole_record, np.asarray(whole))
@@ -148,12 +149,10 @@ def compared(
         is_same_by_turn = [bool(distances.max(initial=0.0) <= allowed_difference)]
         by_turn: tuple[bool, ...] = ()
         if record.is_in_loop:
-            of_turns = np.moveaxis(distances, copy_dim_count, 0).reshape(
-                whole.shape[0], -1
-            )
-            is_same_by_turn = (
-                of_turns.max(-1, initial=0.0) <= allowed_difference
-            ).tolist()
+            turns_first = np.moveaxis(distances, copy_dim_count, 0)
+            distances_by_turn = turns_first.reshape(whole.shape[0], -1)
+            largest_by_turn = distances_by_turn.max(-1, initial=0.0)
+            is_same_by_turn = (largest_by_turn <= allowed_difference).tolist()
             by_turn = tuple(is_same_by_turn)
         right_turns = len(is_same_by_turn)
         if False in is_same_by_turn:

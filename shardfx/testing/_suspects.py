@@ -147,8 +147,8 @@ def _suspicious_sums(
 
 
 def _operand_shardings(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
-    """The mesh axes that shard each operand of a `shard_map`; and for the size of each
-    sharded dimension on a device, a mesh axis that shards it.
+    """The mesh axes that shard each operand of a `shard_map`, by the operand's number;
+    and for the size of each sharded dimension on a device, a mesh axis that shards it.
     """
     axes_by_operand: dict[int, Axes] = {}
     axis_by_length: dict[int, str] = {}

@@ -207,6 +207,7 @@ class Tape:
                 results.append(_Numbered(self.values.get(number, out), number))
             return results
 
+        # `evaluated` calls `rule` for each equation, in order.
         constants = map(_Numbered, map(self.widened, consts), self.new_numbers(consts))
         results = evaluated(
             jaxpr,
