@@ -160,8 +160,9 @@ def leaves_to_load(
             problems.append((path, str(error)))
             continue
         leaves.append(leaf)
-        # Leaves of PRNG keys or of a packed array are more than one cast array.
-        if leaf.keys is None and leaf.pieces is None:
+        # Leaves of PRNG keys, or of the elements or the bytes of a packed array, are
+        # more than one cast array.
+        if leaf.keys is None and leaf.pieces is None and not is_packed(entry):
             dtypes_by_kind[kind] = leaf.dtype
     numbers = numbers_of(index, target, is_lenient=unread == "allow")
     _raise_unreadable(index, target, [*problems, *numbers.problems])

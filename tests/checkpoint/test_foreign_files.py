@@ -119,6 +119,24 @@ def test_bytes_of_packed_tensors_by_choice(tmp_path, mesh):
         checkpoint.load(tmp_path, replicated(structs, mesh))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)]
+)
+def test_packed_tensors_of_one_shape_are_loaded_as_bytes(
+    tmp_path, mesh, dtype, row_bytes
+):
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name in ("a", "b", "c"):
+        data = rng.integers(0, 256, (4, row_bytes)).astype(np.uint8).tobytes()
+        tensors[name] = (dtype, [4, 8], data)
+    write(tmp_path / "x.safetensors", tensors)
+    structs = dict.fromkeys(tensors, jax.ShapeDtypeStruct((4, row_bytes), jnp.uint8))
+    loaded = checkpoint.load(tmp_path, replicated(structs, mesh))
+    for name, (_, _, data) in tensors.items():
+        assert np.asarray(loaded[name]).tobytes() == data
+
+
 def test_an_unreadable_array_blocks_no_other(tmp_path, mesh):
     for name, dtype in (("date", "<M8[s]"), ("w", "<f4")):
         (tmp_path / name).mkdir()
