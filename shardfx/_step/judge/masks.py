@@ -20,8 +20,8 @@ def selected_by_mask(
     operands: Sequence[Held],
     shape: tuple[int, ...],
 ) -> Held | None:
-    """The result of a `select` by a known mask, as the partitioner masks padding;
-    `None` for other operations and masks.
+    """The result of a `select` by a mask with known numbers, as the partitioner masks
+    padding; `None` for other operations and masks. Its shape is `shape` on one device.
     """
     if instruction.opcode != "select":
         return None
@@ -54,7 +54,7 @@ def _selected_on_devices(
 ) -> Held | None:
     """The result of a `select` whose mask is one predicate for each device, `chosen`:
     pieces of one value, or a value on some devices and zeros on the others. `None` if
-    it is neither. `on_part` is what devices take where it is true.
+    it is neither. Devices take `on_part` where it is true, and else `other`.
     """
     if not on_part.is_finished or not other.is_finished:
         return None
@@ -75,23 +75,27 @@ def _selected_on_devices(
             ]
             held = on_part
             for dim in differing_dims:
-                rows = np.repeat(chosen[:, None], shape[dim], axis=1)
-                merged = _merged(context, dim, rows, held, other, is_device_mask=True)
+                chosen_positions = np.repeat(chosen[:, None], shape[dim], axis=1)
+                merged = _merged(
+                    context, dim, chosen_positions, held, other, is_device_mask=True
+                )
                 if merged is None:
                     return None
                 held = merged
             return held
-    for part, zeros, takes_part in (
+    for value_part, zero_part, takes_part in (
         (on_part, other, chosen),
         (other, on_part, ~chosen),
     ):
-        if is_zero(zeros) and part.root >= 0:
-            is_zero_already = is_empty(part, context.devices) & (part.fill == 0)
+        if is_zero(zero_part) and value_part.root >= 0:
+            is_zero_already = is_empty(value_part, context.devices) & (
+                value_part.fill == 0
+            )
             if is_zero_already[~takes_part].all():
                 # The other devices hold zeros already.
-                return part
+                return value_part
             mask = sum(1 << device for device in np.flatnonzero(takes_part).tolist())
-            return dataclasses.replace(part, terms=(mask,), known_numbers=None)
+            return dataclasses.replace(value_part, terms=(mask,), known_numbers=None)
     return None
 
 
@@ -103,29 +107,34 @@ def _merged(
     other: Held,
     is_device_mask: bool = False,
 ) -> Held | None:
-    """The elements of `chosen_value` where the mask `chosen` along dimension `place` is
-    true, and those of `other` elsewhere. A constant in the place of one leaves holes.
-    `None` if they are no pieces of one value. With `is_device_mask`, a device takes all
-    of one of them, so the other dimensions may differ.
+    """The elements of `chosen_value` where the mask `chosen` is true, and those of
+    `other` elsewhere. The mask is along dimension `place`, of shape (devices,
+    positions). A constant in the place of one leaves holes. `None` if they are no
+    pieces of one value. With `is_device_mask`, a device takes all of one of them, so
+    the other dimensions may differ.
     """
     if not chosen_value.is_finished or not other.is_finished:
         return None
     cuts = context.cuts
     # An array beside a constant.
-    for first, second, mask in (
+    for masked_value, constant_value, mask in (
         (chosen_value, other, chosen),
         (other, chosen_value, ~chosen),
     ):
-        axis = first.axes[place]
+        axis = masked_value.axes[place]
         if axis is None:
             continue
-        number = constant_number(second)
+        number = constant_number(constant_value)
         if number is not None:
-            before = cuts.indices(axis.cut)
-            indices = np.where(mask, before, HOLE)
-            held = with_axis(first, place, Axis(axis.dim, cuts.from_indices(indices)))
-            is_left = bool(((before == HOLE) & mask).any())
-            fill = _masked_fill(first, axis.dim, number, is_left=is_left)
+            old_indices = cuts.indices(axis.cut)
+            indices = np.where(mask, old_indices, HOLE)
+            held = with_axis(
+                masked_value, place, Axis(axis.dim, cuts.from_indices(indices))
+            )
+            leaves_holes = bool(((old_indices == HOLE) & mask).any())
+            fill = _masked_fill(
+                masked_value, axis.dim, number, leaves_holes=leaves_holes
+            )
             return dataclasses.replace(held, fill=fill, known_numbers=None)
     # Two pieces of one value.
     axis, other_axis = chosen_value.axes[place], other.axes[place]
@@ -162,23 +171,23 @@ def _masked_fill(
     dim: int,
     number: Number,
     *,
-    is_left: bool,
+    leaves_holes: bool,
 ) -> Number | Fills | None:
-    """The numbers in holes after a mask along a dimension of the value, with `number`
-    where it is false. `is_left` says whether it leaves holes along this dimension,
-    which keep what they had, as do those along others.
+    """What the holes are filled with after a mask along dimension `dim` of the value,
+    with `number` where the mask is false. `leaves_holes` says whether the mask is true
+    at holes along this dimension: they keep what they had, as do holes along others.
     """
-    others = held.hole_dims - {dim}
-    if held.fill == number or not (others or is_left):
+    other_hole_dims = held.hole_dims - {dim}
+    if held.fill == number or not (other_hole_dims or leaves_holes):
         return number
-    other = held.fill
-    if isinstance(other, Fills):
-        other = None if others & other.dims else other.other
-    if is_left or other is None:
+    other_fill = held.fill
+    if isinstance(other_fill, Fills):
+        other_fill = None if other_hole_dims & other_fill.dims else other_fill.other
+    if leaves_holes or other_fill is None:
         return None
-    if other == number:
+    if other_fill == number:
         return number
-    return Fills(dims=frozenset([dim]), number=number, other=other)
+    return Fills(dims=frozenset([dim]), number=number, other=other_fill)
 
 
 def union_of(
@@ -191,31 +200,35 @@ def union_of(
     """
     if instruction.opcode not in ("add", "or") or len(operands) != 2:
         return None
-    first_operand, other = operands
-    if first_operand.root != other.root or first_operand.fill != 0 or other.fill != 0:
+    first_part, second_part = operands
+    if (
+        first_part.root != second_part.root
+        or first_part.fill != 0
+        or second_part.fill != 0
+    ):
         return None
     if (
-        not (first_operand.is_finished and other.is_finished)
-        or first_operand.dropped_axes
-        or other.dropped_axes
+        not (first_part.is_finished and second_part.is_finished)
+        or first_part.dropped_axes
+        or second_part.dropped_axes
     ):
         return None
     differing_dims = [
         dim
         for dim, (first, second) in enumerate(
-            zip(first_operand.axes, other.axes, strict=True)
+            zip(first_part.axes, second_part.axes, strict=True)
         )
         if first != second
     ]
     if len(differing_dims) != 1:
         return None
     (dim,) = differing_dims
-    axis, other_axis = first_operand.axes[dim], other.axes[dim]
+    axis, other_axis = first_part.axes[dim], second_part.axes[dim]
     if axis is None or other_axis is None or axis.dim != other_axis.dim:
         return None
     first, second = context.cuts.indices(axis.cut), context.cuts.indices(other_axis.cut)
     if ((first != HOLE) & (second != HOLE)).any():
         return None
-    both = np.where(first == HOLE, second, first)
-    cut = context.cuts.from_indices(both)
-    return with_axis(first_operand, dim, Axis(axis.dim, cut))
+    united = np.where(first == HOLE, second, first)
+    cut = context.cuts.from_indices(united)
+    return with_axis(first_part, dim, Axis(axis.dim, cut))

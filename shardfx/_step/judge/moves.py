@@ -45,7 +45,7 @@ class Move:
         fill: Number | None,
     ) -> Cut:
         """The cut of the result, a dimension of `size`, from that of the operand. Holes
-        that hold `fill` become elements of the padding, if that has the same number.
+        that hold `fill`, the number of the padding, become elements of the padding.
         """
         cuts = context.cuts
         is_continued = self.padding is not None and fill == self.padding
@@ -53,15 +53,15 @@ class Move:
         if self.is_same and are_holes_kept and _is_within(cut, size):
             return cut
         indices = cuts.indices(cut)
-        is_real = indices != HOLE
+        is_element = indices != HOLE
         if self.reversed_size:
             moved = self.reversed_size - 1 - indices
         else:
-            behind = indices - self.start
-            is_real &= behind % self.stride == 0
-            moved = behind // self.stride * self.spread + self.offset
-        is_real &= (moved >= 0) & (moved < size)
-        moved = np.where(is_real, moved, HOLE)
+            distances = indices - self.start
+            is_element &= distances % self.stride == 0
+            moved = distances // self.stride * self.spread + self.offset
+        is_element &= (moved >= 0) & (moved < size)
+        moved = np.where(is_element, moved, HOLE)
         if is_continued:
             moved = continued(moved, indices == HOLE, size, self)
         return cuts.from_indices(moved)
@@ -87,19 +87,21 @@ def continued(
     the padding. `are_holes` says which were holes before, and `size` is that of the
     padded array.
     """
-    places = np.arange(moved.shape[1])
-    filled = np.full(moved.shape, HOLE)
-    for device, row in enumerate(moved):
+    positions = np.arange(moved.shape[1])
+    continued_indices = np.full(moved.shape, HOLE)
+    for device, device_indices in enumerate(moved):
         # A device's elements are neighbours if each is as far from its position.
-        shifts = (row - places)[row != HOLE]
+        shifts = (device_indices - positions)[device_indices != HOLE]
         if len(shifts) and (shifts == shifts[0]).all():
-            filled[device] = places + shifts[0]
+            continued_indices[device] = positions + shifts[0]
     # The padded array has elements of the operand at these places, and padding between.
-    behind = filled - move.offset
-    is_operand = (behind >= 0) & (behind < move.operand_size * move.spread)
-    is_operand &= behind % move.spread == 0
-    is_padding = are_holes & (filled >= 0) & (filled < size) & ~is_operand
-    return np.where(is_padding, filled, moved)
+    distances = continued_indices - move.offset
+    is_operand = (distances >= 0) & (distances < move.operand_size * move.spread)
+    is_operand &= distances % move.spread == 0
+    is_padding = (
+        are_holes & (continued_indices >= 0) & (continued_indices < size) & ~is_operand
+    )
+    return np.where(is_padding, continued_indices, moved)
 
 
 def _slice_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
@@ -125,7 +127,9 @@ class Padding(NamedTuple):
 
 
 def slice_bounds(instruction: Instruction) -> list[SliceBounds]:
-    """The bounds of each dimension of a slice."""
+    """The bounds of each dimension of a slice, from its attribute: "{[0:4],
+    [1:8:2]}".
+    """
     text = attribute(instruction, "slice")[1:-1]
     bounds = []
     for part in text.replace("[", "").split("],"):
@@ -136,7 +140,7 @@ def slice_bounds(instruction: Instruction) -> list[SliceBounds]:
 
 
 def padding_of(instruction: Instruction) -> list[Padding]:
-    """The padding of each dimension of a pad."""
+    """The padding of each dimension of a pad, from its attribute: "0_1x2_2_1"."""
     paddings = []
     for part in attribute(instruction, "padding").split("x"):
         low, high, *interiors = map(int, part.split("_"))
@@ -146,8 +150,8 @@ def padding_of(instruction: Instruction) -> list[Padding]:
 
 
 def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
-    """The move of operand `number` of a pad along dimension `dim`; `None` for the
-    number of the padding.
+    """The move along dimension `dim` of operand `number` of a pad; `None` for operand
+    1, the number of the padding.
     """
     if number != 0:
         return None
@@ -164,6 +168,7 @@ def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None
 
 
 def _instruction(node: Node) -> Instruction:
+    """The instruction of a node of the whole program."""
     assert node.instruction is not None
     return node.instruction
 
@@ -178,8 +183,8 @@ def _concatenate_move(
     (along,) = numbers(_instruction(node), "dimensions")
     if dim != along:
         return Move()
-    before = sum(operand.shape[dim] for operand in node.operands[:number])
-    return Move(offset=before)
+    size_before = sum(operand.shape[dim] for operand in node.operands[:number])
+    return Move(offset=size_before)
 
 
 def _reverse_move(context: Context, node: Node, number: int, dim: int) -> Move | None:

@@ -65,7 +65,10 @@ def _window(
     starts: Sequence[np.ndarray],
     strides: Sequence[int],
 ) -> Held:
-    """The part of an array of `shape` at each device's starts."""
+    """What devices hold of a slice of an operand that has the shape `shape`. `starts`
+    has an array of positions for each dimension, one for each device, and `strides` a
+    number for each dimension.
+    """
     axes: list[Axis | None] = []
     for place, axis in enumerate(operand.axes):
         is_all = shape[place] == operand.shape[place]
@@ -89,20 +92,18 @@ def _known_window(
     starts: Sequence[np.ndarray],
     strides: Sequence[int],
 ) -> np.ndarray | None:
-    """The known numbers of the part of an array of `shape` at each device's starts;
-    `None` if its numbers are not known.
-    """
+    """The known numbers of the slice that `_window` takes; `None` for others."""
     table = operand.known_numbers
     if table is None:
         return None
     for place, size in enumerate(shape):
         if table.shape[1 + place] == 1:
             continue
-        steps = np.arange(size) * strides[place]
-        columns = starts[place][:, None] + steps
+        distances = np.arange(size) * strides[place]
+        positions = starts[place][:, None] + distances
         sizes = [1] * table.ndim
-        sizes[0], sizes[1 + place] = columns.shape
-        table = np.take_along_axis(table, columns.reshape(sizes), axis=1 + place)
+        sizes[0], sizes[1 + place] = positions.shape
+        table = np.take_along_axis(table, positions.reshape(sizes), axis=1 + place)
     return table
 
 
@@ -114,11 +115,11 @@ def dynamic_slice(
     """The result of a slice at indices. Known indices, which may differ between
     devices, choose a piece of the same value. Others are the whole program's.
     """
-    operand, *places = operands
+    operand, *index_operands = operands
     shape = arrays_in(instruction.result)[0].shape
     starts: list[np.ndarray] = []
-    for place, index in enumerate(places):
-        last_start = operand.shape[place] - shape[place]
+    for dim, index in enumerate(index_operands):
+        last_start = operand.shape[dim] - shape[dim]
         if last_start == 0:
             starts.append(np.zeros(context.devices, np.int64))
         elif index.known_numbers is None:
@@ -152,17 +153,23 @@ def _indexed_slice(
     operands: Sequence[Held],
     shape: tuple[int, ...],
 ) -> Held:
-    """A slice at indices of the whole program, along dimensions that are not cut."""
-    operand, *places = operands
-    for index in places:
+    """A slice at indices of the whole program, along dimensions that are not cut. Its
+    shape is `shape` on one device.
+    """
+    operand, *index_operands = operands
+    for index in index_operands:
         require_finished(index, "an index")
-    for number, expressed_operands in matched_operands(context, instruction, operands):
+    for value_number, expressed_operands in matched_operands(
+        context, instruction, operands
+    ):
         operand = expressed_operands[0]
         form = form_in(context, instruction, expressed_operands, shape)
-        cuts = _cuts_of_slice(context, operand, context.values.nodes[number], shape)
+        cuts = _cuts_of_slice(
+            context, operand, context.values.nodes[value_number], shape
+        )
         if cuts is not None:
             # Broadcasts stay broadcasts in the whole program's shape.
-            held = held_result(context, form, instruction, shape, cuts, number)
+            held = held_result(context, form, instruction, shape, cuts, value_number)
             return held.with_sums_of(operand)
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
 
@@ -173,8 +180,8 @@ def _cuts_of_slice(
     node: Node,
     shape: tuple[int, ...],
 ) -> list[Cut | None] | None:
-    """The cuts of a slice whose shape is `shape` on one device, and which is the value
-    `node` of the whole program; `None` if it is along a dimension that is cut.
+    """The cuts of a slice of `operand` that has the shape `shape` on one device and is
+    the value `node`; `None` if it is along a dimension that is cut.
     """
     cuts: list[Cut | None] = []
     for dim, axis in enumerate(operand.axes):
@@ -191,14 +198,14 @@ def _cuts_of_slice(
 
 
 def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
-    """The result of a pad: of the whole program's, or holes with a fill beside pieces
-    of the same value.
+    """The result of a pad: of the whole program's, or the operand with holes in the
+    place of padding. The holes are filled with the number of the padding.
     """
-    operand, value = operands
+    operand, padding = operands
     shape = arrays_in(instruction.result)[0].shape
-    bounds = padding_of(instruction)
-    number = constant_number(value)
-    if number != 0:
+    paddings = padding_of(instruction)
+    padding_number = constant_number(padding)
+    if padding_number != 0:
         require_finished(operand, "pad")
     matched = _padded_globally(context, instruction, operands, shape)
     if matched is not None:
@@ -207,7 +214,7 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
     is_padded = False
     padded_dims: list[int] = []
     for place, (axis, (low, high, interior)) in enumerate(
-        zip(operand.axes, bounds, strict=True)
+        zip(operand.axes, paddings, strict=True)
     ):
         if not (low or high or interior):
             axes.append(axis)
@@ -221,7 +228,7 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         assert axes[-1] is not None and axes[-1].cut.size == shape[place]
     fill = operand.fill
     if is_padded:
-        fill = _fill_of_padded(operand, frozenset(padded_dims), number)
+        fill = _fill_of_padded(operand, frozenset(padded_dims), padding_number)
     if operand.root == NOWHERE:
         raise Unjudged("padding of numbers of one device's program")
     padded = dataclasses.replace(
@@ -235,9 +242,10 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
 
 
 def _axis_of_single(context: Context, operand: Held, place: int) -> Axis:
-    """The axis of dimension `place`, of size 1, in which each device holds the first
-    element of one of the value, which has size 1 too. Raises `Unjudged` if it may be a
-    broadcast.
+    """The axis of dimension `place` of an operand, which has size 1 and no axis:
+    nothing changes along it. It is that of a dimension of size 1 of the value, if these
+    are as many as such dimensions of the operand. Raises `Unjudged` otherwise: the
+    dimension may be a broadcast.
     """
     if operand.root < 0 or operand.shape[place] != 1:
         raise Unjudged("padding along a dimension where nothing changes")
@@ -262,18 +270,21 @@ def _fill_of_padded(
     padded_dims: frozenset[int],
     number: Number | None,
 ) -> Number | Fills | None:
-    """The numbers in holes after padding by `number` along some dimensions of a value."""
+    """What the holes are filled with after an operand is padded by `number` along the
+    dimensions `padded_dims` of its value. Holes that it had along others keep their
+    number.
+    """
     if not operand.has_holes or operand.fill == number:
         return number
-    before = operand.fill
-    if before is None:
+    old_fill = operand.fill
+    if old_fill is None:
         return None
-    if isinstance(before, Fills):
-        is_same = before.number == number
-        dims = padded_dims | before.dims
-        return Fills(dims, number if is_same else None, before.other)
+    if isinstance(old_fill, Fills):
+        is_same_number = old_fill.number == number
+        dims = padded_dims | old_fill.dims
+        return Fills(dims, number if is_same_number else None, old_fill.other)
     is_apart = not padded_dims & operand.hole_dims
-    return Fills(padded_dims, number if is_apart else None, before)
+    return Fills(padded_dims, number if is_apart else None, old_fill)
 
 
 def _padded_row(
@@ -283,17 +294,18 @@ def _padded_row(
     high: int,
     interior: int,
 ) -> np.ndarray:
-    """The indices that positions of a padded dimension hold, an array (devices,
-    positions).
+    """The indices that the positions of a dimension hold after it is padded: an array
+    of shape (devices, positions), with `HOLE` for padding. There are `low` positions
+    before the elements of `axis`, `interior` between two, and `high` after them.
     """
     indices = context.cuts.indices(axis.cut)
     count = indices.shape[1]
     step = interior + 1
     size = low + count + max(count - 1, 0) * interior + high
-    places = np.arange(size) - low
-    is_element = (places >= 0) & (places < count * step) & (places % step == 0)
-    with_hole = np.pad(indices, ((0, 0), (0, 1)), constant_values=HOLE)
-    return with_hole[:, np.where(is_element, places // step, count)]
+    distances = np.arange(size) - low
+    is_element = (distances >= 0) & (distances < count * step) & (distances % step == 0)
+    indices_and_hole = np.pad(indices, ((0, 0), (0, 1)), constant_values=HOLE)
+    return indices_and_hole[:, np.where(is_element, distances // step, count)]
 
 
 def _padded_globally(
@@ -303,7 +315,7 @@ def _padded_globally(
     shape: tuple[int, ...],
 ) -> Held | None:
     """The result of a pad of the whole program along dimensions that are not cut;
-    `None` if the whole program has no such pad.
+    `None` if the whole program has no such pad. Its shape is `shape` on one device.
     """
     form = form_in(context, instruction, operands, shape)
     matches = [
@@ -334,8 +346,8 @@ def _padded_cuts(
     bounds: Sequence[Padding],
     shape: tuple[int, ...],
 ) -> list[Cut | None] | None:
-    """The cuts of the dimensions of a padded array, whose operand has these sizes in
-    the whole program; `None` if a dimension that is padded is cut.
+    """The cuts of a padded array of the shape `shape` on one device, whose operand has
+    the shape `sizes` in the whole program; `None` if a dimension is cut that is padded.
     """
     cuts: list[Cut | None] = []
     for dim, axis in enumerate(operand.axes):
@@ -374,19 +386,21 @@ def concatenate(
     held = _joined_pieces(context, pieces, shape, along)
     if held is not None:
         return held
-    for number in context.values.with_name("concatenate", instruction.op_name):
-        node = context.values.nodes[number]
+    for value_number in context.values.with_name("concatenate", instruction.op_name):
+        node = context.values.nodes[value_number]
         assert node.result is not None
-        lifted = [_lifted(context, piece, node.result) for piece in pieces]
-        present = [piece for piece in lifted if piece is not None]
-        if len(present) == len(pieces):
-            held = _joined_pieces(context, present, shape, along)
+        pieces_of_result = [
+            _as_piece_of(context, piece, node.result) for piece in pieces
+        ]
+        present_pieces = [piece for piece in pieces_of_result if piece is not None]
+        if len(present_pieces) == len(pieces):
+            held = _joined_pieces(context, present_pieces, shape, along)
             if held is not None:
                 return held
     raise Unjudged("a concatenation of pieces of different arrays")
 
 
-def _lifted(context: Context, piece: Held, array: Global) -> Held | None:
+def _as_piece_of(context: Context, piece: Held, array: Global) -> Held | None:
     """A piece as elements of `array`; constants stay as they are. `None` if it has no
     elements of it.
     """
@@ -400,15 +414,18 @@ def _known_concatenation(
     shape: tuple[int, ...],
     along: int,
 ) -> Held:
-    """The concatenation of numbers of one device's program."""
+    """The concatenation along dimension `along` of numbers of one device's program.
+    `tables` are the known numbers of the operands, arrays of shape (devices, 1 or size,
+    ...).
+    """
     devices = len(tables[0]) if tables else 0
     if len(tables) != len(operands) or devices * np.prod(shape) > MOST_KNOWN:
         raise Unjudged("a concatenation of numbers of one device's program")
-    full = [
+    full_tables = [
         np.broadcast_to(table, (devices, *operand.shape))
         for table, operand in zip(tables, operands, strict=True)
     ]
-    joined = np.concatenate(full, axis=1 + along)
+    joined = np.concatenate(full_tables, axis=1 + along)
     return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=joined)
 
 
@@ -423,8 +440,8 @@ def _concatenated_globally(
     cut; `None` if the whole program has no such concatenation.
     """
     form = form_in(context, instruction, operands, shape)
-    for number in candidates(context, form, instruction):
-        node = context.values.nodes[number]
+    for value_number in candidates(context, form, instruction):
+        node = context.values.nodes[value_number]
         is_whole = all(
             operand.shape[along] == array.shape[along]
             and (
@@ -447,14 +464,14 @@ def _concatenated_globally(
             if cut is None and shape[place] != 1:
                 raise Unjudged("a concatenation of broadcasts")
             cuts.append(cut)
-        states = {
+        sum_states = {
             (operand.terms, operand.reducer, operand.scale) for operand in operands
         }
-        if len(states) > 1:
+        if len(sum_states) > 1:
             for operand in operands:
                 require_finished(operand, "concatenate")
-        terms, reducer, scale = states.pop()
-        held = held_result(context, form, instruction, shape, cuts, number)
+        terms, reducer, scale = sum_states.pop()
+        held = held_result(context, form, instruction, shape, cuts, value_number)
         return dataclasses.replace(held, terms=terms, reducer=reducer, scale=scale)
     return None
 
@@ -465,27 +482,29 @@ def _joined_pieces(
     shape: tuple[int, ...],
     along: int,
 ) -> Held | None:
-    """The pieces of one value, side by side; `None` if they are of several. Constants
-    are holes with a fill.
+    """The pieces of one value, side by side along dimension `along`; `None` if they are
+    of several. Constants are holes with a fill. The result has the shape `shape`.
     """
-    # The pieces that are no constants.
-    real = [piece for piece in pieces if constant_number(piece) is None]
-    if not real or len({piece.root for piece in real}) > 1:
+    # Without the constants.
+    value_pieces = [piece for piece in pieces if constant_number(piece) is None]
+    if not value_pieces or len({piece.root for piece in value_pieces}) > 1:
         return None
-    first = real[0].axes[along]
-    if first is None or any(not piece.is_finished for piece in pieces):
+    first_axis = value_pieces[0].axes[along]
+    if first_axis is None or any(not piece.is_finished for piece in pieces):
         return None
-    dims = {axis.dim for piece in real if (axis := piece.axes[along]) is not None}
+    dims = {
+        axis.dim for piece in value_pieces if (axis := piece.axes[along]) is not None
+    }
     if len(dims) > 1:
         return None
     # Which devices have elements of each piece, and of any.
-    used = [~is_empty(piece, context.devices) for piece in real]
+    used = [~is_empty(piece, context.devices) for piece in value_pieces]
     has_elements = np.any(used, axis=0)
     cuts = []
     for piece in pieces:
         axis = piece.axes[along]
-        number = constant_number(piece)
-        if number is not None:
+        constant = constant_number(piece)
+        if constant is not None:
             cuts.append(context.cuts.holes(piece.shape[along]))
         elif axis is None:
             return None
@@ -493,12 +512,14 @@ def _joined_pieces(
             # A piece that is padding beside another one holds none of its elements.
             is_padding = is_empty(piece, context.devices) & has_elements
             cuts.append(without(context, axis.cut, is_padding))
-    held = real[0]
+    held = value_pieces[0]
     for place in range(len(shape)):
         if place != along:
-            held = with_axis(held, place, common_axis(context, real, place, used))
-    held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
-    fill = _fill_of_pieces(context, pieces, first.dim)
+            held = with_axis(
+                held, place, common_axis(context, value_pieces, place, used)
+            )
+    held = with_axis(held, along, Axis(first_axis.dim, context.cuts.concatenated(cuts)))
+    fill = _fill_of_pieces(context, pieces, first_axis.dim)
     return dataclasses.replace(held, shape=shape, fill=fill, known_numbers=None)
 
 
@@ -507,8 +528,9 @@ def _fill_of_pieces(
     pieces: Sequence[Held],
     along: int,
 ) -> Number | Fills | None:
-    """The numbers in the holes of pieces that are joined along a dimension of a value.
-    Constants are holes along it, as is each piece on a device that has none of it.
+    """What the holes are filled with after pieces are joined along dimension `along` of
+    their value. Constants are holes along it, as is each piece on a device that has
+    none of its elements.
     """
     numbers_along: set[Number | None] = set()
     numbers_beside: set[Number | None] = set()
@@ -526,15 +548,15 @@ def _fill_of_pieces(
             if axis is not None and (axis.cut.starts[~empty] == HOLE).any():
                 dims.add(axis.dim)
         for dim in dims:
-            numbers = numbers_along if dim == along else numbers_beside
+            numbers_of_dim = numbers_along if dim == along else numbers_beside
             if not isinstance(fill, Fills):
-                numbers.add(fill)
+                numbers_of_dim.add(fill)
                 continue
             if dim not in fill.dims:
-                numbers.add(fill.other)
+                numbers_of_dim.add(fill.other)
             # A hole along several dimensions has this number.
             if dims & fill.dims:
-                numbers.add(fill.number)
+                numbers_of_dim.add(fill.number)
     number = next(iter(numbers_along)) if len(numbers_along) == 1 else None
     if not numbers_beside:
         return number
@@ -547,24 +569,24 @@ def _fill_of_pieces(
 
 
 def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
-    """The result of a reverse: of the whole program's, or the same pieces in reverse
-    order.
+    """The result of a reverse: of the whole program's, or the elements of the operand
+    in reverse order.
     """
     shape = operand.shape
     reversed_dims = numbers(instruction, "dimensions")
     form = form_in(context, instruction, [operand], shape)
-    for number in candidates(context, form, instruction):
-        node = context.values.nodes[number]
-        cuts = []
+    for value_number in candidates(context, form, instruction):
+        node = context.values.nodes[value_number]
+        result_cuts = []
         for dim, axis in enumerate(operand.axes):
-            cut = None if axis is None else axis.cut
+            result_cut = None if axis is None else axis.cut
             size = node.shape[dim]
-            if dim in reversed_dims and cut is not None and size is not None:
-                indices = context.cuts.indices(cut)[:, ::-1]
+            if dim in reversed_dims and result_cut is not None and size is not None:
+                indices = context.cuts.indices(result_cut)[:, ::-1]
                 flipped = np.where(indices == HOLE, HOLE, size - 1 - indices)
-                cut = context.cuts.from_indices(flipped)
-            cuts.append(cut)
-        held = held_result(context, form, instruction, shape, cuts, number)
+                result_cut = context.cuts.from_indices(flipped)
+            result_cuts.append(result_cut)
+        held = held_result(context, form, instruction, shape, result_cuts, value_number)
         held = held.with_sums_of(operand)
         return dataclasses.replace(held, fill=operand.fill_number)
     axes: list[Axis | None] = list(operand.axes)

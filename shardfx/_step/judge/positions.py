@@ -59,13 +59,13 @@ class Row(NamedTuple):
 class Updated(NamedTuple):
     """A shard with another row where an index is in its rows.
 
-    - `index`: what devices hold of the index.
+    - `written_index`: what devices hold of the index.
     - `low`, `high`: the rows of each device.
     - `shard`: the shard before.
     - `result`: what devices hold once only those that have the row are updated.
     """
 
-    index: Held
+    written_index: Held
     low: np.ndarray
     high: np.ndarray
     shard: Held
@@ -128,7 +128,7 @@ def _end_of_update(mask: Held, updated: Held, other: Held) -> Held | None:
     assert isinstance(inside, Inside) and isinstance(update, Updated)
     shard = update.shard
     is_same_mask = (
-        is_same_index(mask, update.index)
+        is_same_index(mask, update.written_index)
         and np.array_equal(inside.low, update.low)
         and np.array_equal(inside.high, update.high)
     )

@@ -45,12 +45,16 @@ def applied(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Result:
-    """The result of an operation by its rule."""
+    """The result of an operation by the rule of its opcode. Operands with an unfinished
+    idiom, and operands in the body of a `shard_map` that is manual in some axes only,
+    have rules of their own.
+    """
     opcode = instruction.opcode
     if any(operand.idiom is not None for operand in operands):
         result = _idiom_step(context, instruction, operands)
         if result is not None:
             return result
+    # Each device computes a part of the value, in a `shard_map`.
     is_of_part = any(
         operand.root in context.values.parts_by_value for operand in operands
     )
@@ -84,9 +88,9 @@ def _idiom_step(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> "Result | None":
-    """The result of an operation with an unfinished idiom by the rule for it; `None` if
-    that is the rule of the operation. Raises `Unjudged` if the idiom does not go on
-    like this.
+    """The result of an operation that continues an unfinished idiom of an operand;
+    `None` if the usual rule of the operation does so. Raises `Unjudged` if the idiom
+    does not go on like this.
     """
     opcode = instruction.opcode
     idioms = [operand.idiom for operand in operands if operand.idiom is not None]
@@ -121,7 +125,7 @@ def _remembered(
     rule: _Unary,
 ) -> Held:
     """The result of a rule that changes where the elements of a value lie, whatever the
-    value is. The rule is asked once for operands that lie alike.
+    value is. The rule is asked once for equal operations on operands that lie alike.
     """
     operation = operation_of(context, instruction)
     is_value = operand.root >= 0
@@ -140,12 +144,12 @@ def _tuple_collective(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Result:
-    """A collective of several arrays."""
-    parts = parts_of(instruction.result)
+    """The results of a collective of several arrays, one for each operand."""
+    result_texts = parts_of(instruction.result)
     rule = _UNARY[instruction.opcode]
     return tuple(
-        rule(context, instruction._replace(result=part), operand)
-        for part, operand in zip(parts, operands, strict=True)
+        rule(context, instruction._replace(result=result_text), operand)
+        for result_text, operand in zip(result_texts, operands, strict=True)
     )
 
 

@@ -17,8 +17,8 @@ _INTEGER = re.compile(r"-?\d+|true|false")
 
 def source(context: Context, instruction: Instruction) -> Held:
     """What each device holds of the result of an instruction without operands. Its
-    numbers are `known_numbers`, where there are few, with the devices in the first
-    dimension.
+    numbers are `known_numbers`, where there are few: an array of shape (devices, 1 or
+    size, ...).
     """
     array = arrays_in(instruction.result)[0]
     shape, devices = array.shape, context.devices
@@ -30,18 +30,18 @@ def source(context: Context, instruction: Instruction) -> Held:
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
         held = held_result(context, form, instruction, shape, cuts)
-        along = next(
+        changing_dim = next(
             dim_number for dim_number, dim in enumerate(form.dims) if dim is not None
         )
         sizes = [1] * (1 + len(shape))
-        sizes[1 + along] = shape[along]
+        sizes[1 + changing_dim] = shape[changing_dim]
         table = None
         _, highest = limits_of(array.dtype)
         # A longer iota wraps.
-        is_exact = array.dtype[0] in "su" and shape[along] - 1 <= highest
-        if shape[along] * devices <= MOST_KNOWN and is_exact:
-            row = np.arange(shape[along]).reshape(sizes)
-            table = np.broadcast_to(row, (devices, *sizes[1:]))
+        is_exact = array.dtype[0] in "su" and shape[changing_dim] - 1 <= highest
+        if shape[changing_dim] * devices <= MOST_KNOWN and is_exact:
+            along_numbers = np.arange(shape[changing_dim]).reshape(sizes)
+            table = np.broadcast_to(along_numbers, (devices, *sizes[1:]))
         return dataclasses.replace(held, known_numbers=table)
     return _constant(context, instruction, shape, array.dtype)
 
@@ -58,14 +58,14 @@ def _constant(
     form = form_in(context, instruction, [], shape)
     cuts = [context.cuts.whole(size) for size in shape]
     values = known_constant(instruction, shape, dtype)
-    number = None
+    value_number = None
     if (
         values is not None
         and not shape
         and node_for(context, form, instruction) is None
     ):
-        number = context.values.scalar_like(dtype, float(values))
-    held = held_result(context, form, instruction, shape, cuts, number)
+        value_number = context.values.scalar_like(dtype, float(values))
+    held = held_result(context, form, instruction, shape, cuts, value_number)
     if values is None:
         return held
     table = np.broadcast_to(values, (context.devices, *values.shape))

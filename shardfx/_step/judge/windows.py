@@ -36,31 +36,41 @@ class Window(NamedTuple):
 
 
 def window_of(instruction: Instruction, rank: int) -> list[Window]:
-    """The window of an instruction along each of `rank` dimensions."""
+    """The window of an instruction along each of `rank` dimensions, from the text of
+    its attribute: `{size=3x3 pad=1_1x1_1}`.
+    """
     text = attribute(instruction, "window")
     entries = dict(re.findall(r"(\w+)=([\w\-]+)", text))
 
-    def numbers(name: str, default: int) -> list[int]:
+    def numbers_of(name: str, default: int) -> list[int]:
         if name not in entries:
             return [default] * rank
         return [int(part) for part in entries[name].split("x")]
 
-    pads = [(0, 0)] * rank
+    paddings = [(0, 0)] * rank
     if "pad" in entries:
         pairs = [part.split("_") for part in entries["pad"].split("x")]
-        pads = [(int(low), int(high)) for low, high in pairs]
+        paddings = [(int(low), int(high)) for low, high in pairs]
     columns = zip(
-        numbers("size", 1),
-        numbers("stride", 1),
-        pads,
-        numbers("lhs_dilate", 1),
-        numbers("rhs_dilate", 1),
-        numbers("rhs_reversal", 0),
+        numbers_of("size", 1),
+        numbers_of("stride", 1),
+        paddings,
+        numbers_of("lhs_dilate", 1),
+        numbers_of("rhs_dilate", 1),
+        numbers_of("rhs_reversal", 0),
         strict=True,
     )
     return [
-        Window(size, stride, pad[0], pad[1], image, kernel, bool(turned))
-        for size, stride, pad, image, kernel, turned in columns
+        Window(
+            size,
+            stride,
+            padding[0],
+            padding[1],
+            image_dilation,
+            kernel_dilation,
+            bool(reversal),
+        )
+        for size, stride, padding, image_dilation, kernel_dilation, reversal in columns
     ]
 
 
@@ -71,19 +81,21 @@ def windowed_cut(
     sizes: tuple[int, int],
     results: tuple[int, int],
 ) -> tuple[Cut, tuple[int, ...] | None]:
-    """The cut of the result, and the terms of the sum over taps that are cut; `None` if
-    each device has all taps.
+    """The cut of the result along one dimension, and the terms of the sum over taps
+    that are cut; `None` if each device has all taps. A tap is a place in the window,
+    with which an element of the kernel is multiplied.
 
     **Arguments:**
 
-    - `held`: the indices that each device holds of the image and of the kernel.
+    - `held`: the indices that each device holds of the image and of the kernel, two
+      arrays of shape (devices, positions).
     - `windows`: the windows of the device's operation and of the whole one.
-    - `sizes`: the sizes of the whole image and kernel.
+    - `sizes`: the sizes of the whole image and of the whole kernel.
     - `results`: the sizes of the device's result and of the whole one.
 
     **Raises:**
 
-    `Unjudged` if a device's result is none of the whole one's.
+    `Unjudged` if a device's result is no part of the whole one.
     """
     image, kernel = held
     local, whole = windows
@@ -96,7 +108,7 @@ def windowed_cut(
         raise Unjudged("a window with another dilation")
     if kernel.shape[1] != local.size:
         raise Unjudged("a window of another size")
-    # In reverse order, a whole kernel's places in the window are those of the whole one.
+    # In reverse order, a whole kernel's taps are those of the whole window too.
     taps = kernel
     elements = _read(image, local, results[0])
     is_kernel_whole = (taps != HOLE).all() and (taps == taps[:1]).all()
@@ -107,19 +119,21 @@ def windowed_cut(
 
 
 def _read(image: np.ndarray, window: Window, count: int) -> np.ndarray:
-    """The element that each position of the result reads at each tap: an array
-    (devices, positions, taps). `HOLE` for padding and between dilated elements.
+    """The element that each position of the result reads at each tap: an array of shape
+    (devices, positions, taps). `HOLE` for padding and between dilated elements. `image`
+    has the indices that each device holds of the image, and `count` is the number of
+    positions.
     """
     places = (
         np.arange(count)[:, None] * window.stride
         + np.arange(window.size)[None, :] * window.kernel_dilation
         - window.low
     )
-    is_real = (places >= 0) & (places % window.image_dilation == 0)
-    rows = places // window.image_dilation
-    is_real &= rows < image.shape[1]
-    elements = image[:, np.clip(rows, 0, max(image.shape[1] - 1, 0))]
-    return np.where(is_real[None], elements, HOLE)
+    is_element = (places >= 0) & (places % window.image_dilation == 0)
+    image_positions = places // window.image_dilation
+    is_element &= image_positions < image.shape[1]
+    elements = image[:, np.clip(image_positions, 0, max(image.shape[1] - 1, 0))]
+    return np.where(is_element[None], elements, HOLE)
 
 
 def _expected(
@@ -128,18 +142,19 @@ def _expected(
     window: Window,
     size: int,
 ) -> np.ndarray:
-    """The element of the whole image, of `size`, that positions of the whole result
-    read at each tap. `HOLE` for padding and between dilated elements.
+    """The index in the whole image, of `size`, that each position of the whole result
+    reads at each tap: the shape of `positions`, and a last dimension for the taps.
+    `HOLE` for padding and between dilated elements.
     """
     places = (
         positions[..., None] * window.stride
         + taps * window.kernel_dilation
         - window.low
     )
-    is_real = (places >= 0) & (places % window.image_dilation == 0)
-    rows = places // window.image_dilation
-    is_real &= rows < size
-    return np.where(is_real, rows, HOLE)
+    is_element = (places >= 0) & (places % window.image_dilation == 0)
+    indices = places // window.image_dilation
+    is_element &= indices < size
+    return np.where(is_element, indices, HOLE)
 
 
 def _positions_that_read(
@@ -150,10 +165,11 @@ def _positions_that_read(
     size: int,
     count: int,
 ) -> Cut:
-    """The cut of a result whose positions read these elements, an array (devices,
-    positions, taps): for each, the position of the whole result, of `count`, that reads
-    the same. A position is found by the first element that it reads, and then compared
-    at each tap. It is a hole if there is none.
+    """The cut of a result whose positions read these elements, an array of shape
+    (devices, positions, taps). For each, it is the position of the whole result, of
+    `count`, that reads the same: found by the first element that it reads, and then
+    compared at each tap. It is a hole if there is none. `taps` has the taps of each
+    device, and `size` is that of the whole image.
     """
     devices, positions, _ = elements.shape
     indices = np.full((devices, positions), HOLE)
@@ -183,17 +199,18 @@ def _fill_gaps(
     size: int,
     count: int,
 ) -> None:
-    """Sets the positions in `indices` that read nothing: those between two that are
-    known, and all of a device that reads nothing at all, if the whole program has as
-    many positions that do not.
+    """Sets the positions in `indices` that read nothing, as the mask `are_empty` says:
+    those between two that are known, and all of a device that reads nothing at all, if
+    the whole program has as many positions that do not. The other arguments are as in
+    `_positions_that_read`.
     """
     for device in np.flatnonzero(are_empty.any(axis=1)).tolist():
         row = indices[device]
         known = np.flatnonzero(row != HOLE)
         if not len(known):
             # Nor does the whole program read anything there.
-            every = _expected(np.arange(count), taps[device], window, size)
-            unread = np.flatnonzero((every == HOLE).all(axis=1))
+            whole_reads = _expected(np.arange(count), taps[device], window, size)
+            unread = np.flatnonzero((whole_reads == HOLE).all(axis=1))
             if are_empty[device].all() and len(unread) == len(row):
                 row[:] = unread
             continue
@@ -201,8 +218,8 @@ def _fill_gaps(
         for place in np.flatnonzero(are_empty[device]).tolist():
             index = place + shift
             if 0 <= index < count:
-                reads = _expected(np.array(index), taps[device], window, size)
-                if (reads == HOLE).all():
+                index_reads = _expected(np.array(index), taps[device], window, size)
+                if (index_reads == HOLE).all():
                     row[place] = index
 
 
@@ -214,8 +231,9 @@ def _cut_kernel(
     sizes: tuple[int, int],
     results: tuple[int, int],
 ) -> tuple[Cut, tuple[int, ...]]:
-    """The terms of a sum over taps that are cut, where each device has all positions of
-    the result.
+    """The cut of the result, and the terms of a sum over taps that are cut, where each
+    device has all positions of the result. The arguments are as in `windowed_cut` and
+    `_positions_that_read`.
     """
     if results[0] != results[1]:
         raise Unjudged("a window and its result that are cut")
@@ -267,19 +285,19 @@ def scattered_cut(
         if len(np.unique(real)) != len(real):
             raise Unjudged("a window that a device has twice")
 
-    every = np.arange(sizes[1])
-    needed = _covered(every[None, :] >= 0, whole, sizes[0])[0]
-    present = _covered(is_right, local, image.shape[1])
-    wrong = _covered(is_real & ~is_right, local, image.shape[1])
+    all_windows = np.arange(sizes[1])
+    needed_counts = _covered(all_windows[None, :] >= 0, whole, sizes[0])[0]
+    right_counts = _covered(is_right, local, image.shape[1])
+    wrong_counts = _covered(is_real & ~is_right, local, image.shape[1])
     is_element = (image >= 0) & (image < sizes[0])
-    needed_here = needed[np.where(is_element, image, 0)]
-    is_whole = is_element & (wrong == 0) & (present == needed_here)
+    needed_of_elements = needed_counts[np.where(is_element, image, 0)]
+    is_whole = is_element & (wrong_counts == 0) & (right_counts == needed_of_elements)
     return cuts.from_indices(np.where(is_whole, image, HOLE))
 
 
 def _covered(chosen: np.ndarray, window: Window, size: int) -> np.ndarray:
-    """How many of the chosen windows, an array (devices, windows), are over each element
-    of an image of `size`: an array (devices, elements).
+    """How many of the chosen windows, an array (devices, windows), are over each
+    element of an image of `size`: an array (devices, elements).
     """
     counts = np.zeros((len(chosen), size), np.int64)
     for number in range(chosen.shape[1]):
