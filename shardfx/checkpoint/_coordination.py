@@ -222,7 +222,7 @@ class SaveProcesses:
         or `None`. `advance` is called with these bytes, for a progress line.
         """
         unfinished = set(futures)
-        wrote = 0
+        wrote_bytes = 0
         while True:
             done, unfinished = concurrent.futures.wait(
                 unfinished, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION
@@ -230,8 +230,8 @@ class SaveProcesses:
             for future in done:
                 nbytes = future.result() or 0
                 advance(nbytes)
-                wrote += nbytes
-            note = {"is_busy": bool(unfinished), "wrote": wrote}
+                wrote_bytes += nbytes
+            note = {"is_busy": bool(unfinished), "wrote": wrote_bytes}
             notes = self._in_thread(self._round, note).values()
             if not any(note["is_busy"] for note in notes):
                 return sum(note["wrote"] for note in notes)

@@ -86,12 +86,11 @@ class Index:
 
     def unknown(self, path: str) -> UnknownPathError:
         """The error for a path that the index lacks, with similar paths that it has."""
-        near = near_names(path, self.by_path, 3, 0.5)
-        hint = (
-            f"; did you mean {' or '.join(map(quoted, near))}?"
-            if near
-            else f"; it has {first_paths_text(self.by_path)}."
-        )
+        similar_paths = near_names(path, self.by_path, most=3, cutoff=0.5)
+        if similar_paths:
+            hint = f"; did you mean {' or '.join(map(quoted, similar_paths))}?"
+        else:
+            hint = f"; it has {first_paths_text(self.by_path)}."
         return UnknownPathError(
             f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}"
         )

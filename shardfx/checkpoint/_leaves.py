@@ -328,7 +328,9 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     part, or if this process does not write all of it.
 
     `values` are the arrays to write, and `numbers` are positions in them. An owner has
-    the parts of one array that are alike, as columns, and the array.
+    the parts of one array that are alike, as columns, and the array. `parts.first` is
+    the piece that copies the array to the first part, `parts.shape` the shape of each
+    part, and `parts.sources` the position of each part in the array.
     """
     numbers_by_owner: dict[int, list[int]] = {}
     for number, value in enumerate(values):

@@ -19,7 +19,8 @@ LinkUse = Literal["rings", "middle", "one"]
 
 def links_of(use: LinkUse, rings: Sequence[Ring]) -> float:
     """The links over which a chip receives the bytes of a collective, at the rate of
-    one link each. The replica groups span the dimensions `rings` of the torus.
+    one link each. The replica groups span the dimensions `rings` of the torus. `use` is
+    what limits the collective: one link, the middle of the longest ring, or all links.
     """
     if not rings or use == "one":
         return 1.0

@@ -353,8 +353,8 @@ class _Node(NamedTuple):
 
 
 def _node(tree: PyTree) -> _Node:
-    """The root node of a tree: its type, its static data, and its children by key.
-    `None` counts as a leaf.
+    """The root node of a tree: its type, its static data, such as the keys of a dict,
+    and its children by key. `None` counts as a leaf; a leaf has no type.
     """
     children, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree

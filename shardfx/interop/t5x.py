@@ -151,14 +151,14 @@ def _standard_rules(bound: Bindings, *, has_experts: bool) -> AxisRules:
     """T5X's standard rules with the arguments that the gin file binds, with those for
     experts if `has_experts`.
     """
-    activation, parameter = (
+    activation_dims, parameter_dims = (
         _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1)
         for name in ("activation", "parameter")
     )
     additional_rules = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
     if not has_experts:
-        return t5x(activation, parameter, additional_rules)
-    rules = t5x(activation, parameter, [*_EXPERTS, *additional_rules])
+        return t5x(activation_dims, parameter_dims, additional_rules)
+    rules = t5x(activation_dims, parameter_dims, [*_EXPERTS, *additional_rules])
     # The batch is sharded over experts too.
     pairs = []
     for name, target in rules.rules:
