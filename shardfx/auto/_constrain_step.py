@@ -385,7 +385,7 @@ def _result_specs(
 
     A result that has the structure of an argument, such as updated parameters, is
     sharded as the argument is. Another result keeps the sharding to which it was
-    constrained.
+    constrained. `results` are the constrained arrays of the result, in order.
     """
     specs: list[PartitionSpec] = []
     counts_of_results = results_of(structs_of(tuple(args)), out)

@@ -153,9 +153,11 @@ def _is_allowed(
     sets: Int[np.ndarray, "sets axes"],
     shard_counts: Int[np.ndarray, "masks sizes"],
 ) -> Bool[np.ndarray, "sets sizes"]:
-    """For each set and each tuple of sizes, whether the number of shards of each logical
-    axis divides its size, and is no less than the limits ask for. `shard_counts` are
-    those of a logical axis with each mask: the bits of the assignments that shard it.
+    """For each set and each tuple of sizes, whether the number of shards of each
+    logical axis divides its size, and is no less than the limits ask for.
+    `shard_counts` are those of a logical axis with each mask: the bits of the
+    assignments that shard it. Of `terms`, "sizes" and "least" have the size and the
+    least shards of each logical axis, and "limits" says which assignments shard it.
     """
     is_uneven = terms["sizes"][:, None, None] % shard_counts != 0
     is_too_small = shard_counts < terms["least"][:, None, None]
@@ -343,7 +345,9 @@ def _best_of(
     keep: int,
 ) -> list[Estimate]:
     """The `keep` fastest of the sets, each with its fastest mesh axis sizes, among the
-    candidates that fit in memory.
+    candidates that fit in memory. A set is numbers of axis assignments. `terms` and
+    `machine` are those of `costs`; `mesh` has the tuples of sizes to try, and the
+    slices that each axis spans.
     """
     seconds, memory = costs(terms, machine, sets, mesh.sizes, mesh.slices)
     seconds = np.where(memory <= machine["limit"], seconds, np.inf)

@@ -96,7 +96,7 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
 def _call_count(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
     """The number of collectives of a layout, which shards over one mesh axis, that run
     one after another. `has_data` says for each value whether computation waits for its
-    collectives.
+    collectives. An event is a collective of a value.
     """
     total = 0.0
     # XLA combines the reductions of gradients, which do not wait for each other.
@@ -124,7 +124,8 @@ def _shared_amounts(
     is_sharded: np.ndarray,
 ) -> list[_Amount]:
     """The work of each operation (column 0), the bytes of arguments and results (1),
-    and the bytes of arguments and temporaries (2).
+    and the bytes of arguments and temporaries (2). `is_sharded[value]` says, for each
+    assignment, whether it shards the value.
     """
     program = layouts.program
     is_divided_by_layout = [layout.divided for layout in assigned]
@@ -159,7 +160,9 @@ def _sent_amounts(
     is_sharded: np.ndarray,
 ) -> Iterator[list[_Amount]]:
     """Yields for each assignment the bytes of its collectives: in column 0 those that
-    computation waits for, in column 1 the others.
+    computation waits for, in column 1 the others. `is_sharded[value]` says, for each
+    assignment, whether it shards the value, and the mask of an amount which assignments
+    divide it.
     """
     has_data = _has_data(layouts)
     # The assignments that send a value for an operation.
@@ -208,7 +211,8 @@ def _has_data(layouts: Layouts) -> list[bool]:
 
 def _summed(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> _Sums:
     """Sums the amounts that the same of `assignment_count` axis assignments divide, in
-    each of `columns` columns.
+    each of `columns` columns. An amount is a mask of the assignments that divide it,
+    its column, and the number.
     """
     sums: dict[bytes, np.ndarray] = {}
     for mask, column, amount in amounts:

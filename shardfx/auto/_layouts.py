@@ -179,7 +179,8 @@ class Layouts:
 def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
     """The operation `operation` with a label for each sub-dimension of its operands and
     results. A dimension with several sub-dimensions gets several labels for one factor
-    of the operation's Shardy sharding rule.
+    of the operation's Shardy sharding rule. The labels are as the letters of an
+    `einsum`; `shardable` has the logical axis of each label that a mesh axis may shard.
     """
     # It marks arrays, and computes nothing.
     if operation.name == "use":
@@ -226,7 +227,9 @@ class _Labels:
 
     def __init__(self, layouts: Layouts, operation: Operation):
         """Finds the classes of the sub-dimensions of each factor of an operation: those
-        of a dimension that is this factor alone.
+        of a dimension that is this factor alone. `roots` has these classes by the
+        factor's number, and `label_of_factor` gets a label for each sub-dimension of a
+        factor.
         """
         self.layouts = layouts
         self.operation = operation
@@ -360,7 +363,9 @@ class _Propagation:
         return WHOLE
 
     def set_state(self, value: int, state: _State) -> None:
-        """Notes that a value now has a sharding."""
+        """Notes that a value now has a sharding. The state is the position of its
+        sharded sub-dimension, `WHOLE` (replicated) or `UNREDUCED`.
+        """
         self.state[value] = state
         position = state
         if state == UNREDUCED:
@@ -421,9 +426,11 @@ class _Propagation:
         self.set_state(operation.outs[0], new_state)
 
     def effect(self, operation: _Labelled, states: tuple[_State, ...]) -> _Effect:
-        """The effect of an operation whose operands have the shardings `states`. If it is
-        divided along a label, all its arrays are sharded along this label; a result
-        without the label is then a sum over it, which stays unreduced.
+        """The effect of an operation whose operands have the shardings `states`. If it
+        is divided along a label, all its arrays are sharded along this label; a result
+        without the label is then a sum over it, which stays unreduced. The operation
+        has, for each operand and result, the labels of its sub-dimensions; a state is a
+        position among them, `WHOLE` or `UNREDUCED`.
         """
         if UNREDUCED in states and _stays_unreduced(operation, states):
             unreduced = (UNREDUCED,) * len(operation.outs)
@@ -445,7 +452,9 @@ class _Propagation:
 
         It is a label of the logical axis that the assignment prefers most. Of several
         such labels, it is the one for which the fewest bytes of operands are resharded.
-        `states` are the shardings of the operands.
+        `states` are the shardings of the operands. The operation's `shardable` has
+        pairs of a label and its logical axis, and `minor` the labels of minor
+        sub-dimensions.
         """
 
         def moved_bytes(label: int) -> float:
@@ -476,7 +485,8 @@ class _Propagation:
         """Adds the collective that reshards a value for the operation with this number,
         which runs `times` times. A replicated value, and one that was resharded so
         before, needs none. An unreduced value is reduced once for all its readers; of
-        another value, the reader gets a copy.
+        another value, the reader gets a copy. A state is the position of the sharded
+        sub-dimension, `WHOLE` (replicated) or `UNREDUCED`.
         """
         state = self.state[value]
         if state in (new_state, WHOLE):
@@ -500,7 +510,8 @@ def _is_worth_it(operation: _Labelled, states: tuple[_State, ...], label: int) -
 
     An operation whose result has the label is always divided, and so is a matrix
     product or a convolution. Another operation reduces over the label. It is divided
-    only if an operand is sharded along it.
+    only if an operand is sharded along it. The operation has labels for the
+    sub-dimensions of each operand and result; a state is a position among them.
     """
     if operation.name in _PRODUCTS:
         return True
@@ -515,7 +526,8 @@ def _is_worth_it(operation: _Labelled, states: tuple[_State, ...], label: int) -
 def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
     """Whether an operation may read unreduced operands and return an unreduced result,
     because it is linear in them, or multiplies or divides them by a scalar. `states`
-    are the shardings of the operands.
+    are the shardings of the operands. The operation's `bytes` are those of each
+    operand.
     """
     if operation.name in _LINEAR:
         return all(state == UNREDUCED for state in states)

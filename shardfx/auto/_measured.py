@@ -90,7 +90,9 @@ def _with_costs_of(
     candidate: Candidate,
     lowered: LoweredStep,
 ) -> Candidate:
-    """The candidate with the traffic, memory and time of its compiled program."""
+    """The candidate with the traffic, memory and time of its compiled program.
+    `lowered` has the chip, and the assumptions of its times.
+    """
     sent = traffic(program, candidate.mesh)
     work = work_of(parse_hlo(program.as_text()))
     compiled = timed(candidate, sent, work, lowered.chip, lowered.model)

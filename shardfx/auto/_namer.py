@@ -330,7 +330,9 @@ class _Namer:
         return axis in of_weights and not attends and not is_split
 
     def head_widths(self, head_axes: set[LogicalAxis]) -> None:
-        """Names the sub-dimension that follows heads, which is the width of one head."""
+        """Names the sub-dimension that follows heads, which is the width of one head.
+        `head_axes` are the logical axes of heads.
+        """
         for array in range(len(self.classes.dims)):
             axes = self.classes.axes_of_array(array)
             for before, after in it.pairwise(axes):
@@ -379,7 +381,8 @@ class _Namer:
 
     def is_router(self, axis: LogicalAxis, paths: Sequence[str]) -> bool:
         """Whether the step chooses along an axis of arrays with these paths, or the
-        paths say so.
+        paths say so. An axis is marked "chosen" if a top-k chooses along it, "looked_up"
+        if it is that of a table, and "tokens" if tokens index the table.
         """
         if self.is_marked(axis, "chosen") or any(map(_ROUTERS.search, paths)):
             return True

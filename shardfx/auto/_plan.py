@@ -189,6 +189,8 @@ def _fastest_that_fits(
 ) -> _Priced:
     """The plan for the size of an axis `tensor` with which a step is fastest, among the
     sizes with which the state fits; if there is none, the plan with the least state.
+    `pricing` plans a choice of a mesh and counts its bytes; `size` has the rows and
+    tokens of the batch.
     """
     limit = hardware.options.chip.usable_hbm_bytes_per_device
     if size is None:
@@ -291,7 +293,7 @@ def _tensor_sizes(
 ) -> list[int]:
     """The sizes of an axis `tensor`, within a slice, that leave each of the remaining
     devices equally many rows; first the size with which a step is fastest. Raises
-    `MeshError` if there is none.
+    `MeshError` if there is none. `rows` is the number of rows of the batch.
     """
     mesh = hardware.mesh
     if mesh is not None:
@@ -397,7 +399,10 @@ class _Pricing:
         return self.rules[key]
 
     def _steps(self, choice: Choice) -> list[Steps]:
-        """The steps that shard each array: by FSDP, by tensor parallelism, or by both."""
+        """The steps that shard each array: by FSDP, by tensor parallelism, or by both.
+        A step shards an array over its axes, in the largest dimension that is none of
+        its `skip_dims`.
+        """
         mesh = choice.mesh
         tensor = mesh.axis_size(TENSOR) if TENSOR in choice.axes else 1
         shards = math.prod(map(mesh.axis_size, choice.fsdp))
@@ -495,7 +500,9 @@ def _why(
     priced: _Priced,
     size: BatchSize | None,
 ) -> str:
-    """The reason for a plan as text: the bytes, the mesh, and what is assumed."""
+    """The reason for a plan as text: the bytes, the mesh, and what is assumed. `size`
+    has the rows of the batch, if there is one.
+    """
     chip = hardware.options.chip
     limit = chip.usable_hbm_bytes_per_device
     mesh = priced.choice.mesh

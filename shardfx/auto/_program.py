@@ -220,7 +220,8 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
     """Merges the classes of dimensions with one factor in the sharding rule of
     `operation`. Returns a dict from each factor to the node of one of its dimensions.
     If a factor must be replicated, the key is a pair: the factor, and the index of the
-    operand or result.
+    operand or result. A node stands for a dimension of a value (`tied.dims`), and a
+    factor for dimensions that a sharding rule shards alike.
     """
     factors = operation.factors
     sizes = factors.sizes
@@ -272,7 +273,8 @@ def batched(operation: Operation) -> tuple[int, ...]:
 
 def _mark(tied: Tied, operation: Operation, node_of_factor: dict[object, int]) -> None:
     """Marks the dimensions that an operation contracts, looks up or chooses among, and
-    those of its batches. `node_of_factor` is what `_tie` returned.
+    those of its batches. `node_of_factor` is what `_tie` returned. `tied.marks` has
+    lists of nodes (dimensions), by the kind of the mark.
     """
 
     def mark(kind: str, factors: Iterable[int]) -> None:
@@ -317,7 +319,7 @@ def _without_batch(operation: Operation, searched: Iterable[int]) -> list[int]:
 
 def _has_token_indices(tied: Tied, operation: Operation) -> bool:
     """Whether the indices of a lookup are the tokens of sequences: they have more
-    dimensions than the batch.
+    dimensions than the batch. The indices are the second operand.
     """
     factors = operation.factors
     index_nodes = tied.dims[operation.ins[1]]
@@ -341,7 +343,8 @@ def _mark_slice(tied: Tied, operation: Operation) -> None:
 
 def _mark_convolution(tied: Tied, operation: Operation) -> None:
     """Marks the dimensions of a convolution: the channels, the dimensions that it sums
-    over, and the windows of its kernel.
+    over, and the windows of its kernel. `tied.dims` has a node for each dimension of
+    each value.
     """
     numbers = stablehlo.ConvDimensionNumbers(operation.dimension_numbers)
     image, kernel = (tied.dims[value] for value in operation.ins)

@@ -108,7 +108,9 @@ def with_traffic(
     model: CostModel,
 ) -> Candidate:
     """The candidate with the traffic of its program, and the seconds of one step that
-    follow from it and from the seconds of computation.
+    follow from it and from the seconds of computation. Exposed seconds are those of
+    collectives that computation waits for, and hidden ones those of collectives that
+    overlap with it.
     """
     exposed = 0.0
     hidden = 0.0
@@ -303,8 +305,9 @@ class LoweredStep:
         return _filled(argument_dims, arguments), _filled(result_dims, results)
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
-        """The costs of `candidate` on a large mesh, from the programs that XLA
-        makes for smaller meshes.
+        """The costs of `candidate` on a large mesh, from the programs that XLA makes
+        for smaller meshes. The costs are the traffic, the work, and the memory of one
+        device.
         """
         # By the sizes of the axes of a smaller mesh.
         costs: dict[tuple[int, ...], _ProgramCosts] = {}

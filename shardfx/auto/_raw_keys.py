@@ -27,7 +27,7 @@ def raw_keys(jaxpr: Any) -> frozenset[int]:
 
 def _word_variables(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
     """The variables of a jaxpr that hold raw words, if the results with the numbers
-    `word_results` do.
+    `word_results` do. Raw words are the integers of which a PRNG key is made.
     """
     words: set[Any] = set()
     for number in word_results:
@@ -54,7 +54,8 @@ def _word_variables(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
 
 def _operands_of_words(equation: Any, body: Any, results: Sequence[int]) -> set[Any]:
     """The operands of an equation that hold raw words in its body, if the results with
-    the numbers `results` do.
+    the numbers `results` do. `_operands` gives the operands that `body`, a jaxpr of the
+    equation, takes.
     """
     words_of_body = _word_variables_of_body(equation, body, results)
     operands = set()
@@ -78,7 +79,9 @@ def _word_variables_of_body(
     results: Sequence[int],
 ) -> set[Any]:
     """The variables of a body of an equation that hold raw words. What a loop carries
-    holds them at its end if it does at its beginning.
+    holds them at its end if it does at its beginning. Raw words are the integers of
+    which a PRNG key is made; the results of the equation with the numbers `results`
+    hold them.
     """
     word_results = {number for number in results if number < len(body.outvars)}
     if equation.primitive.name not in ("scan", "while"):

@@ -36,7 +36,8 @@ def target_for(
     candidate: Candidate,
 ) -> Target | None:
     """The slices for which libtpu schedules a candidate's program; `None` if it has
-    none, is not installed, or the step calls back to Python.
+    none, is not installed, or the step calls back to Python. A target is the slices,
+    and the ids of their devices in the order of the candidate's mesh.
     """
     mesh = candidate.mesh
     count = math.prod(mesh.dcn_sizes)
@@ -98,7 +99,7 @@ def settled(
     """Asks libtpu about candidates in their order, until `enough` of them fit, but at
     most `most` times. If none of the first `enough` fits, those that need the least
     memory are next. Raises `ProgramError` with libtpu's message if it cannot compile
-    any program.
+    any program. `tell` takes a line of text for each.
     """
     remaining = list(candidates)
     fitting: list[Candidate] = []

@@ -474,6 +474,7 @@ def _surely_fits(candidate: Candidate) -> bool:
 def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
     """Tries mesh axis sizes next to those of the best few, until nothing is new or
     `most` programs are partitioned. The sizes are those of the estimate.
+    `trials.partitioned` and `trials.refused` have the candidates tried so far.
     """
     while len(trials.partitioned) < most:
         best = trials.ranked()[:_BEST_WITH_OTHER_SIZES]
@@ -491,7 +492,8 @@ def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
 
 def _constrain_best(trials: Trials, most: int) -> None:
     """Constrains intermediate values of up to `most` of the best candidates, and keeps
-    the constrained step where it is better.
+    the constrained step where it is better. `trials.partitioned` has, for each
+    candidate by the estimate, the one with the numbers of its program.
     """
     ranked = trials.ranked()
     by_seconds = sorted(ranked, key=lambda candidate: candidate.seconds)

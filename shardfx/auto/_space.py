@@ -210,9 +210,10 @@ def _by_number(
     strategies: Iterable[Iterable[Assignment]],
     number: Callable[[Assignment], int | None],
 ) -> list[tuple[int, ...]]:
-    """The distinct strategies as sorted numbers of axis assignments, without assignments
-    that shard nothing, for which `number` gives `None`. A strategy is left out if it has
-    no assignment, more than four, or the same one twice.
+    """The distinct strategies as sorted numbers of axis assignments, without
+    assignments that shard nothing, for which `number` gives `None`. A strategy is left
+    out if it has no assignment, more than four, or the same one twice. An axis
+    assignment is the logical axes that one mesh axis may shard.
     """
     distinct: dict[tuple[int, ...], None] = {}
     for strategy in strategies:
@@ -283,7 +284,7 @@ def by_hand(
     """Yields one candidate for each strategy, with the mesh axis sizes that have the
     least estimated time. Sizes that fit in memory come first. `place` is 0 for the best
     sizes of each strategy, 1 for the second best. A strategy with fewer sizes yields
-    none.
+    none. A strategy is the number of an axis assignment for each mesh axis.
     """
 
     def order(estimate: Estimate) -> tuple[bool, float]:
@@ -444,7 +445,8 @@ def _estimates(
 ) -> list[Estimate]:
     """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that
     divides its dimensions. The mesh axis that spans the slices is the first one whose
-    size the number of slices divides.
+    size the number of slices divides. A strategy is the number of an axis assignment
+    for each mesh axis.
     """
     can_span = sizes % space.slices == 0
     is_possible = can_span.any(axis=1)
@@ -491,7 +493,9 @@ def _agrees(
     axes: tuple[str, ...],
 ) -> bool:
     """Whether `plans`, one for each argument of the step, shard the arguments as
-    `estimate` assumes. `axes` are the names of the estimate's mesh axes.
+    `estimate` assumes. `axes` are the names of the estimate's mesh axes. For each
+    value, the `positions` of an assignment's layout have the sub-dimension that it
+    shards; it is negative for none.
     """
     leaves = itertools.chain.from_iterable(plan.leaves for plan in plans)
     for value, leaf in zip(space.layouts.program.arguments, leaves, strict=True):

@@ -117,7 +117,8 @@ def _by_number(
 ) -> list[tuple[Assignment, ...]]:
     """The strategies with each name replaced by the number of its logical axis, without
     duplicates. Names that the step lacks are left out. A strategy is left out if the
-    step has none of the names for one of its mesh axes.
+    step has none of the names for one of its mesh axes. A strategy has names of logical
+    axes for each of its mesh axes.
     """
     numbered: dict[tuple[Assignment, ...], None] = {}
     for strategy in strategies:
@@ -161,8 +162,9 @@ def _orders(
     layouts: Layouts,
     sets: Sequence[tuple[int, ...]],
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields each set alone, each pair of sets, and triples: two sets of the data and one
-    of the parameters, or one of the data and two of the parameters.
+    """Yields each set alone, each pair of sets, and triples: two sets of the data and
+    one of the parameters, or one of the data and two of the parameters. A set is
+    logical axes that one mesh axis can shard together.
     """
     classes = layouts.classes
     data = []

@@ -257,7 +257,10 @@ def _note_heads(arrays: Sequence[ShardableArray]) -> None:
 
 
 def _note_heads_of_layer(suffix: str, projections: Sequence[_Projection]) -> None:
-    """As `_note_heads`, for the projections of one layer, whose paths end in `suffix`."""
+    """As `_note_heads`, for the projections of one layer, whose paths end in `suffix`.
+    `inputs` are the shapes of the query, key and value weights, and `joined_dim` is the
+    dimension in which their heads lie one after the other.
+    """
     shapes = {role: array.shape for role, array in projections}
     inputs = [shapes[role] for role in "qkv" if role in shapes]
     if len(inputs) < 2 or not inputs[0]:
@@ -310,7 +313,8 @@ def _separate_dims(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[int, ...]:
     """The dimensions of the heads and of their elements, if each has one of its own, as
-    in `[embed, heads, head_dim]`; else none. `shapes` has the shape of each role.
+    in `[embed, heads, head_dim]`; else none. `shapes` has the shape of each role. A
+    role is "q", "k", "v" or "o", the projection of queries, keys, values or the output.
     """
     if "q" not in shapes or "o" not in shapes:
         return ()

@@ -128,8 +128,9 @@ def assigned_memory(
 
 
 def _check_sums(allocations: Sequence[_Allocation], spaces: Mapping[int, int]) -> None:
-    """Raises `ProgramError` if the allocations of each memory space do not add up to the
-    bytes that libtpu reports for it.
+    """Raises `ProgramError` if the allocations of each memory space do not add up to
+    the bytes that libtpu reports for it. `spaces` has these bytes, by the number
+    (color) of the memory space.
     """
     sums: dict[int, int] = dict.fromkeys(spaces, 0)
     for allocation in allocations:
@@ -143,7 +144,9 @@ def _check_sums(allocations: Sequence[_Allocation], spaces: Mapping[int, int]) -
 
 
 def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
-    """The allocations in the text of the buffer assignment, each with its values."""
+    """The allocations in the text of the buffer assignment, each with its values.
+    `is_tupled` says whether the program takes its arguments as one tuple.
+    """
     allocations: list[_Allocation] = []
     for line in text.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
@@ -225,7 +228,9 @@ class _Moment(NamedTuple):
 def _values_by_place(
     allocations: Sequence[_Allocation],
 ) -> dict[_Place, list[_Value]]:
-    """The values of temporary allocations, by the place that they take."""
+    """The values of temporary allocations, by the place that they take. A place is an
+    offset in an allocation; the allocation is named by its position in `allocations`.
+    """
     places: dict[_Place, list[_Value]] = {}
     for number, allocation in enumerate(allocations):
         if not allocation.is_temporary:
@@ -241,7 +246,8 @@ def _worst_moment(
 ) -> _Moment:
     """The moment at which the values of temporary allocations take the most memory.
     Values that share a place, such as the states of an array that a loop updates, take
-    it once.
+    it once. `places` has the values that share each place, and `ranges` the live range
+    of each value by its name, in numbers of scheduled instructions.
     """
     starts: dict[int, list[tuple[_Place, _Value]]] = {}
     stops: dict[int, list[tuple[_Place, _Value]]] = {}

@@ -124,7 +124,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 def _sharded_states(chip_step: StepOnChip, axes: tuple[str, ...]) -> Iterator[_Trial]:
     """Yields ZeRO-1 and ZeRO-3: the optimizer's state, and the parameters too, sharded
-    over the axes of the batch.
+    over the axes of the batch. `axes` are these mesh axes.
     """
     parameters = chip_step.in_group("parameters")
     state = chip_step.in_group("optimizer")
@@ -191,7 +191,9 @@ def _constrained_activations(
     chip_step: StepOnChip,
     axes: tuple[str, ...],
 ) -> Iterator[_Trial]:
-    """Yields the step with sharding constraints on its activations."""
+    """Yields the step with sharding constraints on its activations. `axes` are the mesh
+    axes of the batch.
+    """
     saving = saving_constraints(chip_step)
     if saving is None:
         return

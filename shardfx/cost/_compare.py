@@ -187,7 +187,8 @@ def _line_traffics(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"
 
 def _offset(line_traffics: Sequence["_LineTraffic"]) -> None:
     """Offsets bytes that a line sends less with bytes that other lines send more along
-    the same mesh axes, the largest first.
+    the same mesh axes, the largest first. The `extra` of a line is its compiled bytes
+    less its estimated ones, and negative if it sends less.
     """
     for line_traffic in sorted(
         line_traffics, key=lambda line_traffic: -line_traffic.extra
@@ -206,7 +207,8 @@ def _excesses(
     least_bytes: int,
 ) -> tuple[Excess, ...]:
     """A row for each place, the largest first, and one for all places without a line or
-    with less than `least_bytes` bytes.
+    with less than `least_bytes` bytes. The `extra` of a place is its compiled bytes
+    less its estimated ones; all have one sign here.
     """
     rows = []
     rest = []

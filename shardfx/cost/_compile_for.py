@@ -345,7 +345,8 @@ def _bytes_of(text: str) -> int:
 
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
     """The mesh of a target's devices, and the name of their kind. A target that is text
-    is "cpu".
+    is "cpu". `spec` is the mesh of the step's arguments, which is built of these
+    devices.
     """
     if isinstance(target, Mesh):
         return target, target.devices.flat[0].device_kind

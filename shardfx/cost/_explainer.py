@@ -278,6 +278,9 @@ class Explainer:
         return tuple(sentences)
 
     def _fault_sentence(self, fault: Fault, operation: int) -> str:
+        """A sentence about a known fault of XLA's partitioner that operation number
+        `operation` may hit.
+        """
         return (
             f"{place_text(self.lines[operation])}:"
             f" {self.graph.operations[operation].name}:"
@@ -300,7 +303,9 @@ class Explainer:
         )
 
     def _dimension_text(self, key: DimKey, axis: str) -> str:
-        """The text of a dimension that a mesh axis shards, and where it has it from."""
+        """The text of a dimension that a mesh axis shards, and where it has it from.
+        `key` is the number of its array, and its number in the array.
+        """
         value = self.graph.values[key.value]
         text = f"dimension {key.dim} of {array_text(value.dtype, value.shape)}"
         origin = self.origin_of(key.value, axis)
@@ -338,7 +343,8 @@ class Explainer:
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
         """A sentence about an all-reduce at a source line. It names a dimension that is
         summed and is sharded over one of `axes`. It is "" if the line has no such
-        dimension.
+        dimension. The graph has, for each operation, its dimensions with their factors
+        in the operation's sharding rule; a reduction sums over some factors.
         """
         for number, operation in enumerate(self.graph.operations):
             if self.lines[number] != source or not operation.factors.reduction:

@@ -45,7 +45,7 @@ class GroupBytes:
 
     def add(self, group: str, nbytes: int, *, on_host: bool) -> None:
         """Adds the bytes of an array in one of the memories. The group is then known in
-        both.
+        both. `on_host` says in which: host memory or device memory.
         """
         sums = self.on_host if on_host else self.on_device
         others = self.on_device if on_host else self.on_host
@@ -104,6 +104,7 @@ def tiles_notes(
 def temporary_rows(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
     """A row for each group of the temporary arrays. Temporaries can reuse the memory of
     the results: the bytes that they reuse are subtracted from the largest groups.
+    `memory` has the peak bytes of all temporaries, and the bytes of gaps between them.
     """
     sums: dict[str, int] = {}
     for array in arrays:

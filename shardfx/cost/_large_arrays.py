@@ -87,7 +87,8 @@ def peak_arrays(chip_step: StepOnChip) -> tuple[LargeArray, ...]:
 
 def _argument(purpose: ArgumentPurpose, nbytes: int) -> LargeArray:
     """An argument of the step, which is the origin of its own mesh axes. An argument
-    whose sharding the compiler chooses has none here.
+    whose sharding the compiler chooses has none here. `nbytes` are those of its shard
+    on one device.
     """
     argument = purpose.argument
     name = argument.path or argument.name

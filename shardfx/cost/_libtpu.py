@@ -90,7 +90,8 @@ def chip_of(compiler: str, mesh: MeshSpec) -> chips.Chip:
 @ft.lru_cache(maxsize=256)
 def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     """The slices on which a step for `mesh` runs on a chip; `None` if libtpu is not
-    installed, or has no slices of this size.
+    installed, or has no slices of this size. A target is the slices, and the ids of
+    their devices in the order of the mesh.
     """
     if libtpu_path() is None or not chip.torus_dims or mesh.size > _MOST_DEVICES:
         return None
@@ -113,7 +114,8 @@ def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
 
 def _part_of_host(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     """The first devices of the smallest slice, for a mesh that is smaller; `None` if
-    libtpu does not know the slice.
+    libtpu does not know the slice. A target is the slice, and the ids of its devices in
+    the order of the mesh.
     """
     extents = (2, 2, 1)[: chip.torus_dims]
     slices = TpuSlice(_name(chip, extents))

@@ -160,7 +160,8 @@ class Origins:
 
     def _updated_by(self, use: Use) -> str | None:
         """JAX's name of the argument to which an operation adds a value; `None` if it
-        does not.
+        does not. `use` is the read of the value: the operation, and the number of the
+        operand.
         """
         if use.op.opcode not in ("add", "subtract") or len(use.op.reads) != 2:
             return None
@@ -227,7 +228,10 @@ class Origins:
         return self._read_by_callback(op) or self._made_by_callback(op)
 
     def _read_by_callback(self, op: FlatOp) -> str:
-        """The callback that alone reads an operation's results; "" if there is none."""
+        """The callback that alone reads an operation's results; "" if there is none.
+        `_forms_of` gives the values to which operations hand a value on, such as views
+        of it.
+        """
         name = ""
         for value in itertools.islice(reached(op.makes, self._forms_of), _MOST_VISITED):
             if value in self._uses.results:

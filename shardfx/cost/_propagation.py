@@ -86,6 +86,7 @@ class Graph:
     """The arrays of a step after Shardy's propagation, and the operations between them."""
 
     def __init__(self, program: Program):
+        """Indexes the operations and arrays of `program`, which are numbered."""
         self.program = program
         self.values = program.values
         self.operations = program.operations

@@ -93,7 +93,9 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _group_by_shape(argument: Parameter, dtype: str, batch_size: int | None) -> str:
-    """The group of an array that has no new value among the results."""
+    """The group of an array that has no new value among the results. `dtype` is in
+    HLO's notation, and `batch_size` the number of rows of the batch.
+    """
     if not argument.shape:
         return "other"
     if argument.shape[0] == batch_size:
@@ -249,6 +251,8 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
     ends in "layers/up". So are all arrays below "state/mu", also those whose parameters
     the step does not read. Such a parameter is an array of an argument that has
     parameters, if the moments are in another argument.
+
+    `paths` and `groups` have an entry for each array of the arguments.
     """
     moments = _moments(paths, groups)
     # A moment may hold others: "mu" holds "mu/inner". The outer one counts.
@@ -280,7 +284,8 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
 
 def _moments(paths: Sequence[str], groups: Sequence[str]) -> dict[str, str]:
     """The moment of each array of the optimizer, by its path; "" for an array of no
-    parameter. Parameters that the step does not read are left out.
+    parameter. Parameters that the step does not read are left out. `paths` and `groups`
+    have an entry for each array of the arguments.
     """
     # The parameters' paths within their arguments, and all ends of these.
     inner_paths: set[str] = set()

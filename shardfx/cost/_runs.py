@@ -198,7 +198,8 @@ def trip_count(
 def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
     """The trip count of a loop over an integer from `start` in increments of `step`;
     `None` if the loop never ends. It runs while the counter's comparison with `stop` is
-    true. For 0, 2, 5 and "LT" (less than), the trip count is 3.
+    true. For 0, 2, 5 and "LT" (less than), the trip count is 3. `direction` is HLO's
+    name of the comparison.
     """
     if not _COMPARISONS[direction](start, stop):
         return 0

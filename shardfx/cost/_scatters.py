@@ -31,7 +31,8 @@ def _with_reduce_scatters(
     partitions: int,
 ) -> dict[str, Instruction]:
     """The instructions of one computation by name, each such all-reduce replaced: the
-    reduce-scatter stands where the slice was, under its name.
+    reduce-scatter stands where the slice was, under its name. `partitions` is the
+    number of devices.
     """
     readers: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
@@ -70,7 +71,8 @@ def _is_own_shard(
     partitions: int,
 ) -> bool:
     """Whether an instruction of `computation` slices the result of an all-reduce into
-    one shard for each device of a replica group, in the group's order.
+    one shard for each device of a replica group, in the group's order. `partitions` is
+    the number of devices.
     """
     if reader.opcode != "dynamic-slice" or len(reduction.operands) != 1:
         return False
@@ -120,7 +122,8 @@ def _numbers(
     is an argument of the step.
 
     XLA leaves out the numbers of long tables, which are NaN here. Only the partitioner
-    looks up a number for each device, so they count as right.
+    looks up a number for each device, so they count as right. `name` is the
+    instruction's name in `computation`, and `partitions` the number of devices.
     """
     instruction = computation[name]
     opcode = instruction.opcode

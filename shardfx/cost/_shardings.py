@@ -157,7 +157,8 @@ class StepShardings:
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
         """The row of an array in memory, by source line and size, and the reason why
-        the array is not sharded further. `None` and "" if they are not found.
+        the array is not sharded further. `None` and "" if they are not found. The
+        array's shape is that of one shard.
         """
         elements = math.prod(array.buffer.shape)
         alike = []

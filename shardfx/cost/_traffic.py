@@ -381,6 +381,7 @@ def _found(
 ) -> _Candidate:
     """The row of an instruction, with what tells whether others are the same
     collective. `fusion` is the name of the fusion that contains it; `None` without one.
+    `runs` has the loops and branches around the instruction.
     """
     # A TPU's program repeats a collective in each fusion that runs at the same time. On
     # other platforms each instruction is one collective, and all collectives of a
@@ -395,7 +396,9 @@ def _found(
 
 def _with_costliest_branches(collectives: list[_Candidate]) -> list[_Candidate]:
     """The rows, with zero bytes in each branch of a conditional that sends less than
-    another branch of it. Only one branch runs, and the program does not say which.
+    another branch of it. Only one branch runs, and the program does not say which. The
+    `branch` of a row's runs has a pair for each conditional around it, outermost first:
+    the conditional's name and the number of the branch.
     """
     depths = [len(collective.runs.branch) for collective in collectives]
     # Inner conditionals come first, since the bytes of an outer branch depend on them.

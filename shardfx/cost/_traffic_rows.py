@@ -140,6 +140,9 @@ class Traffic:
         return dict(sums.most_common())
 
     def __sub__(self, other: "Traffic") -> "TrafficDifference":
+        """The difference of two steps: for each kind, axes, source line and leaf, the
+        bytes in `self` and in `other`.
+        """
         sums: dict[_Kind, list[int]] = {}
         for side, side_traffic in enumerate((self, other)):
             for row in side_traffic.rows:

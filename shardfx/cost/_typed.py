@@ -249,7 +249,8 @@ class _Typer:
         operands: Sequence[Any],
     ) -> list[Any]:
         """The types of the results of a call, a loop or a `cond`, the last of
-        `equations`.
+        `equations`. `_PROGRAMS` has the parameter with the program, or the branches, of
+        each of these primitives.
         """
         equation = equations[-1]
         name = equation.primitive.name

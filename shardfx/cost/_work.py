@@ -182,7 +182,9 @@ def _contracted_elements(
     computation: Mapping[str, Instruction],
     product: Instruction,
 ) -> int:
-    """The number of elements that a matrix product sums for each element of its result."""
+    """The number of elements that a matrix product sums for each element of its result.
+    `product` is an instruction of `computation`, whose instructions are known by name.
+    """
     # An operand can be a tuple of slices along the contracted dimension. The other
     # operand has the whole dimension.
     counts = []

@@ -171,6 +171,9 @@ class _Counter:
     """
 
     def __init__(self, module: HloModule, program: FlatProgram, tile: Tile):
+        """Starts without rematerialization. `tile` is the chip's tile of memory, to
+        which arrays are padded.
+        """
         self.module = module
         self.program = program
         self.tile = tile

@@ -103,6 +103,7 @@ class Uses:
     """
 
     def __init__(self, program: FlatProgram):
+        """Reads the operations of `program`, with those of nested bodies."""
         self.ops: list[FlatOp] = []
         self.maker: dict[int, FlatOp] = {}
         self.home: dict[int, Body] = {}

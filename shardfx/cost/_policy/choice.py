@@ -128,6 +128,8 @@ def frontier(costs: Costs) -> list[Point]:
 def _smaller(costs: Costs, point: Point) -> Iterator[Keys]:
     """Yields, for each value that a point keeps, two sets of values that may be kept:
     without this value, and without the values that would then be kept in its place too.
+    `allowed` of a point are the keys of values that may be kept, and `kept` those of
+    them that the backward pass reads.
     """
     for key in point.kept:
         allowed = point.allowed - {key}
@@ -260,7 +262,8 @@ def with_offloads(costs: Costs, point: Point) -> Point:
     """The point, with values on the host in place of computing them again, as far as
     the layers that compute them take as long as the link to the host.
 
-    The value goes first that saves most time per byte.
+    The value goes first that saves most time per byte. A point is a set of values that
+    are kept, with its costs.
     """
     kept = point.kept
     while True:

@@ -244,6 +244,10 @@ class PolicySearch:
 
     @ft.cached_property
     def costs(self) -> Costs:
+        """The costs of keeping values in the regions of the loss, in bytes of one
+        device.
+        """
+
         def bytes_of(key: ValueKey, aval: Any) -> int:
             # The type says how Explicit axes shard a value.
             shard_shape = aval.sharding.shard_shape(aval.shape)

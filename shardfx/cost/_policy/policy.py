@@ -330,7 +330,8 @@ def checkpointed(
     """The function of a region's inputs that keeps what `choices` say.
 
     A region without a value that is computed again or offloaded is as it was. Only
-    values that are kept or offloaded get a name.
+    values that are kept or offloaded get a name. `choices` has the choice of each
+    value, by its key.
     """
     names: dict[Choice | None, list[str]] = collections.defaultdict(list)
     for key in region.all_keys:

@@ -218,7 +218,7 @@ class DividedLoss(NamedTuple):
         checkpointed: Callable[[Region], Any],
     ) -> PyTree:
         """The result of the loss for the arrays of its arguments, with its regions as
-        in `Program.results`.
+        in `Program.results`. `checkpointed` makes the function of each region.
         """
         outputs = self.program.results(self.consts, arrays, checkpointed)
         filled = jax.tree.unflatten(jax.tree.structure(self.out), outputs)
@@ -290,7 +290,7 @@ def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
     Scans with products are divided in turn, of a body only one that has most of its
     work. Checkpoints of the user and equations with effects stay alone. The equations
     between two such ones are a stretch, and become regions: in a loss one for each
-    repeated block.
+    repeated block. `opened` gives the jaxpr of a closed one, with its constants.
     """
     works = [work_of(equation).flops for equation in jaxpr.eqns]
     parts: list[Any] = []
