@@ -256,7 +256,9 @@ def _lines(plan: ReshardPlan) -> Iterable[str]:
 
 
 def _kind_of(leaf: LeafMove) -> tuple[object, ...]:
-    """What the arrays of one row of the table have in common."""
+    """What the arrays of one row of the table have in common: their path but for the
+    numbers in it, and their move.
+    """
     return (
         between_numbers(leaf.path),
         leaf.shape,

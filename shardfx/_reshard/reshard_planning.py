@@ -385,9 +385,10 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     programs may use on a device if source and target are on different devices.
     """
     exchanges = assembly.exchanges(None, most_bytes)
-    count = max(1, assembly.target.num_devices)
-    wire_bytes = -(-assembly.parts.wire_bytes // count)
-    lower_bound_bytes = -(-_least_bytes(assembly) // count)
+    # Bytes that are received are means over the target's devices.
+    device_count = max(1, assembly.target.num_devices)
+    wire_bytes = -(-assembly.parts.wire_bytes // device_count)
+    lower_bound_bytes = -(-_least_bytes(assembly) // device_count)
     extra_bytes = assembly.extra_bytes(exchanges)
     steps: tuple[MoveStep, ...] = ()
     spread = spread_of(assembly)
@@ -402,7 +403,7 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     target_shape = assembly.target.shard_shape(assembly.shape)
     return {
         "wire_bytes": wire_bytes,
-        "dcn_bytes": -(-assembly.dcn_bytes // count),
+        "dcn_bytes": -(-assembly.dcn_bytes // device_count),
         "lower_bound_bytes": lower_bound_bytes,
         "target_bytes": array_bytes(target_shape, assembly.dtype),
         "links": _links_by_id(assembly),

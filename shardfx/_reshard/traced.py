@@ -210,7 +210,9 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
         )
     if not isinstance(x, jax.Array):
         return jax.device_put(x, dst)
-    return carry_out(move_of(x.shape, x.dtype, x.sharding, dst, (), True), x)
+    # No devices are lost, and CPU devices may copy shards in host memory.
+    move = move_of(x.shape, x.dtype, x.sharding, dst, (), True)
+    return carry_out(move, x)
 
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:

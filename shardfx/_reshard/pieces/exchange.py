@@ -240,7 +240,7 @@ def per_device(
     devices: tuple[object, ...],
     body: Any,
     argument_count: int,
-    *donated: int,
+    donated: tuple[int, ...] = (),
 ) -> Any:
     """A jitted function of `argument_count` arrays, each sharded along dimension 0 over
     `devices`. Each device calls `body` with its own shards. `donated` are the positions
@@ -311,7 +311,7 @@ def program(
     argument_count = len(sources) + 1
     if makes_shards:
         return per_device(devices, run, argument_count)
-    return per_device(devices, run, argument_count + 1, argument_count)
+    return per_device(devices, run, argument_count + 1, donated=(argument_count,))
 
 
 def first_shard(

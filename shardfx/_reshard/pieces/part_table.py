@@ -425,6 +425,8 @@ def _cells(
     """
     if not columns:
         return np.zeros(len(rows.shard_numbers), np.int64)
+    # For each dimension, the number of each box's interval, and the number of the
+    # interval that each part reads.
     grid_shape: list[int] = []
     box_index: list[np.ndarray] = []
     part_index: list[np.ndarray] = []

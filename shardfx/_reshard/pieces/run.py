@@ -107,12 +107,13 @@ def slice_program(
 @ft.lru_cache(maxsize=256)
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
     """A jitted function in which devices exchange their messages, by one collective
-    permute for each round. Each part that a device receives takes the place of the one
-    that it sent in this round.
+    permute for each round of `rounds`. Each part that a device receives takes the place
+    of the one that it sent in this round.
     """
 
     def run(message: jax.Array) -> jax.Array:
         """What a device has of the message of each device that sends to it."""
+        # Without pairs of sender and receiver, devices copy their own elements.
         start = 0
         for number, (size, pairs) in enumerate(rounds):
             if pairs:
@@ -124,7 +125,7 @@ def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> An
             start += size
         return message
 
-    return per_device(devices, run, 1, 0)
+    return per_device(devices, run, 1, donated=(0,))
 
 
 @ft.lru_cache(maxsize=256)
@@ -165,7 +166,7 @@ def write_program(
 
     if makes_shards:
         return per_device(devices, run, 2)
-    return per_device(devices, run, 3, 2)
+    return per_device(devices, run, 3, donated=(2,))
 
 
 @ft.lru_cache(maxsize=256)
@@ -349,8 +350,7 @@ def start_assembly(
     shards = []
     for device in plan.sharding.addressable_devices_indices_map(plan.shape):
         shard = shard_of[device].reshape(plan.shard_shape)
-        # Programs compute in device memory; an array in host memory is moved there
-        # afterwards.
+        # Programs compute in device memory. Arrays in host memory move there after.
         shards.append(_in_memory(shard, plan.sharding.memory_kind))
     array = jax.make_array_from_single_device_arrays(
         plan.shape, plan.sharding, shards, dtype=plan.dtype
@@ -495,6 +495,7 @@ def _messages(
 
 
 def _is_mine(device: Any) -> bool:
+    """Whether a device is one of this process."""
     return device.process_index == jax.process_index()
 
 
@@ -574,8 +575,7 @@ def _constants(plan: Assembly) -> jax.Array | None:
     for part in plan.parts.all:
         if part.piece.value.path is None:
             constants.setdefault(part.receiver, []).append(part.piece)
-    # A single program is over all devices, so all of them then hold a shard of the
-    # target.
+    # A single program is over all devices, so all of them hold a shard of the target.
     devices = plan.target_devices if plan.changes_devices else plan.devices
     if not constants or not any(map(_is_mine, devices)):
         return None

@@ -19,6 +19,7 @@ def with_wider_gathers(path: Path, divisible_counts: Counts, times: TorusTimes) 
     `times`. `divisible_counts` has a number for each dimension, which the number of
     shards along it must divide.
     """
+    # Devices are numbered in the mesh order of the layout before the move.
     like = path[0].source
     steps: list[PathStep] = []
     for step in path:

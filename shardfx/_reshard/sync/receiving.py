@@ -198,6 +198,7 @@ class _Incoming:
         planned = schedule(plan, sender, receiver)
         self._plan = plan
         self._rounds = planned.rounds
+        # For each kind of leaves, its rows of bytes and where these go.
         self._rows_of_kind = _rows_of_kinds(plan, sender, receiver)
         self._spare = spare
         self._channel = channel

@@ -219,6 +219,7 @@ class _Outgoing:
                 shard = self._arrays.bytes_of(names[copy.source], copy.shard)
                 _run_copy(copy, shard, memory)
             else:
+                # A form has the paths of the sources of its kind's first leaf.
                 first_names = self._plan.kinds[leaf.kind].source_paths
                 paths = dict(zip(first_names, names, strict=True))
                 value = with_paths(copy.transfer.form.value, paths)
