@@ -63,6 +63,7 @@ class LocalShards:
         self._raw_arrays: dict[str, Any] = {}
         self._boxes: dict[str, list[Box]] = {}
         self._numpy_shards: dict[tuple[str, int], np.ndarray] = {}
+        # If replicas are read and deleted separately: every local shard by its number.
         self._replicas: dict[str, list[jax.Array]] = {}
         if keeps_replicas:
             for path, leaf in arrays.items():

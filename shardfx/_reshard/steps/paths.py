@@ -208,6 +208,8 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
     devices = np.arange(len(holds))
     sender = np.where(holds == needs, devices, -1)
     shard_count = int(max(holds.max(), needs.max())) + 1
+    # The number of each device's group. A group's devices reach each other at a low cost
+    # at first, and at any cost in the end.
     for _, group in link_groups(before):
         # Only devices of one group match: the number of the group is part of the key.
         held_keys = group * shard_count + holds

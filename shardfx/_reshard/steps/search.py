@@ -190,6 +190,8 @@ def _half(
     far = problem.target if is_forward else problem.source
     shards = Shards(near)
     steps = Neighbours(problem.divisible_counts, near, far, shards, permutations)
+    # Most moves need only slices before the crossing, all-gathers after it, and
+    # all-to-alls. All-gathers before it and slices after it are detours.
     if is_forward:
         usual = steps.slices_from
         detours = steps.gathers_from

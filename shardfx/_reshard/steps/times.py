@@ -90,6 +90,7 @@ class TorusTimes:
         for axis in self.axes_across(groups):
             rings += self._network.rings[axis]
         rings = rings_spanned(rings, groups.shape[1])
+        # An all-gather that the compiler replaces by an all-reduce sends twice as much.
         rounds = 1
         if step.kind == "all_gather" and _becomes_all_reduce(groups, rings):
             rounds = 2

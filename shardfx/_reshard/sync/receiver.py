@@ -79,7 +79,9 @@ class Receiver:
         self._suite = checked_suite(security, encrypt)
         self._process = process
         self._timeout = timeout_seconds
+        # One `pull` runs at a time.
         self._pulling = threading.Lock()
+        # The run of the trainer and the number of the revision that arrived last.
         self._revision: Revision | None = None
         self.arrays: Any = None
         self.revision: int | None = None

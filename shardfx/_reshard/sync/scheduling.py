@@ -131,7 +131,8 @@ def _rows_of(
 ) -> tuple[Row, ...]:
     """The rows of bytes that `sender` sends to `receiver` for a leaf of `kind`, of
     `dtype`. Transfers that together fill a range of a buffer become ranges of at most
-    `limit` bytes, and every other transfer a part. `budget` limits what that takes.
+    `limit` bytes, and every other transfer a part. `budget` limits the parts of
+    transfers that the ranges are made of.
     """
     rows: list[Row] = []
     # Transfers that may fill a range together, by the range's box in its buffer.

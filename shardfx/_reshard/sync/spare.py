@@ -275,8 +275,8 @@ class Blocks:
         self._lock = threading.Lock()
         # The number of blocks that the current revision has taken.
         self._taken = 0
-        # All arrays in a block have one base, a view through the buffer protocol. If it
-        # is deleted, no array is left.
+        # The blocks, each with a weak reference to the base of all arrays in it, a view
+        # through the buffer protocol. If the base is deleted, no array is left.
         self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> np.ndarray:
@@ -301,8 +301,8 @@ class Blocks:
         """A block of `nbytes` bytes without arrays, which is taken off the list; `None`
         if there is none.
         """
-        for position, (block, base) in enumerate(self._blocks):
-            is_free = base() is None
+        for position, (block, base_ref) in enumerate(self._blocks):
+            is_free = base_ref() is None
             if is_free and len(block) == nbytes:
                 del self._blocks[position]
                 return block
@@ -323,12 +323,12 @@ class Blocks:
         with self._lock:
             blocks = []
             spare_count = self._taken
-            for block, base in self._blocks:
-                is_used = base() is not None
+            for block, base_ref in self._blocks:
+                is_used = base_ref() is not None
                 if not is_used:
                     spare_count -= 1
                 if is_used or spare_count >= 0:
-                    blocks.append((block, base))
+                    blocks.append((block, base_ref))
             self._blocks = blocks
             self._taken = 0
 
