@@ -141,12 +141,11 @@ def _rows_of(
     for numbers in kind.sent(sender, receiver):
         transfers_of_buffers = tuple(map(kind.transfer, numbers))
         transfer = transfers_of_buffers[0]
-        buffer = kind.buffers[transfer.buffer]
         has_one_buffer = len(transfers_of_buffers) == 1
         if not has_one_buffer or not _is_written_unchanged(transfer, dtype):
             rows.append(SentPart(transfers_of_buffers))
             continue
-        key = (transfer.buffer, _outer_box(transfer, buffer))
+        key = (transfer.buffer, _outer_box(transfer))
         if key not in groups:
             # This row stands for those of the whole group.
             position_of_group[key] = len(rows)
@@ -189,7 +188,7 @@ def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
     return all(factor.source_dim != NOWHERE for factor in form.factors)
 
 
-def _outer_box(transfer: Transfer, buffer: Buffer) -> Box:
+def _outer_box(transfer: Transfer) -> Box:
     """The intervals of a transfer in its buffer along the outer dimensions, up to the
     first along which it has several elements. In the buffer's memory the elements of
     this box, with the whole inner dimensions, are contiguous.
