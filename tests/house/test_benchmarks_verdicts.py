@@ -2,11 +2,17 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks.faults import slices
 from benchmarks.faults._coverage import Error
 from benchmarks.unseen import _open, verdicts
+from benchmarks.unseen._one_device import shard_map_on_one_device
 
 
 CASE = _open.CASES[0]
@@ -87,3 +93,28 @@ def test_verdicts_on_two_slices_are_compared(tmp_path):
     records = tmp_path / "records.jsonl"
     records.write_text(json.dumps(lines[0]) + "\n")
     assert slices.read(records) == lines[:1]
+
+
+def _of_two_axes(tree, rows):
+    whole = lax.all_gather(tree["x"], "b", axis=1, tiled=True)
+    scattered = lax.psum_scatter(whole @ whole.T, "a", scatter_dimension=0, tiled=True)
+    exchanged = lax.all_to_all(rows, ("a", "b"), 0, 0, tiled=True)
+    mean = lax.pmean(rows.sum() * lax.axis_index("b").astype(float), ("a", "b"))
+    return scattered, exchanged, mean
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(("b", "a")), P(None, ("a", "b")), P()])
+def test_a_shard_map_on_one_device_has_its_results(spec):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    options = {
+        "mesh": mesh,
+        "in_specs": ({"x": spec}, P(("a", "b"))),
+        "out_specs": (P(("b", "a")), P(("a", "b")), P()),
+    }
+    tree = {"x": jnp.arange(64.0 * 64).reshape(64, 64) % 7}
+    rows = jnp.arange(64.0 * 2).reshape(64, 2)
+    sharded = jax.shard_map(_of_two_axes, check_vma=False, **options)
+    results = jax.jit(sharded)(tree, rows)
+    alone = shard_map_on_one_device(_of_two_axes, **options)(tree, rows)
+    for result, expected in zip(alone, results, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
