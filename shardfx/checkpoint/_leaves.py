@@ -325,12 +325,7 @@ class PartRows(NamedTuple):
 def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     """Yields the arrays, of those that `save` writes, whose elements are a row of the
     memory of the array that they are parts of. An array is left out if it is no such
-    part, or if this process does not write all of it.
-
-    `values` are the arrays to write, and `numbers` are positions in them. An owner has
-    the parts of one array that are alike, as columns, and the array. `parts.first` is
-    the piece that copies the array to the first part, `parts.shape` the shape of each
-    part, and `parts.sources` the position of each part in the array.
+    part, or if this process does not write all of it. `values` are the arrays to write.
     """
     numbers_by_owner: dict[int, list[int]] = {}
     for number, value in enumerate(values):
@@ -339,32 +334,49 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
             numbers_by_owner.setdefault(owner_id, []).append(number)
 
     for numbers in numbers_by_owner.values():
-        parts, sources = values[numbers[0]].owner
-        value = parts.first.value
-        # One piece must make the whole part, from its first element on, and without a
-        # change of its elements.
-        is_whole = parts.first.elements == math.prod(parts.shape)
-        if value.casts or any(parts.first.target) or not is_whole:
-            continue
-        shards = sources.shards(value.path, is_first)
-        if any(shard.dtype != parts.dtype for _, shard in shards):
-            continue
+        owner = values[numbers[0]].owner
         numbers_in_owner = [values[number].number for number in numbers]
-        # The parts are small arrays, which are copied back to the array.
-        for rows in rows_of_alike(
-            first=swapped(parts.first),
-            positions=parts.sources[numbers_in_owner],
-            shape=parts.shape,
-            boxes=[box for box, _ in shards],
-        ):
-            _, shard = shards[rows.box_number]
-            memory = shard.reshape(-1)
-            yield PartRows(
-                numbers=np.array(numbers)[rows.numbers],
-                nbytes=parts.first.elements * memory.itemsize,
-                memory=memory.view(np.uint8),
-                starts=rows.offsets * memory.itemsize,
-            )
+        for rows in _rows_in_owner(owner, numbers_in_owner, is_first):
+            yield rows._replace(numbers=np.array(numbers)[rows.numbers])
+
+
+def _rows_in_owner(
+    owner: _Parts,
+    part_numbers: list[int],
+    is_first: bool,
+) -> Iterator[PartRows]:
+    """Yields those parts of an array whose elements are a row of the array's memory.
+    `part_numbers` are the numbers of the parts among those of `owner`, and the
+    `numbers` of the result are positions in them.
+
+    `parts.first` is the piece that copies the array to the first part, `parts.shape`
+    the shape of each part, and `parts.sources` the position of each part in the array.
+    """
+    parts, sources = owner
+    value = parts.first.value
+    # One piece must make the whole part, from its first element on, and without a
+    # change of its elements.
+    is_whole = parts.first.elements == math.prod(parts.shape)
+    if value.casts or any(parts.first.target) or not is_whole:
+        return
+    shards = sources.shards(str(value.path), is_first)
+    if any(shard.dtype != parts.dtype for _, shard in shards):
+        return
+    # The parts are small arrays, which are copied back to the array.
+    for rows in rows_of_alike(
+        first=swapped(parts.first),
+        positions=parts.sources[part_numbers],
+        shape=parts.shape,
+        boxes=[box for box, _ in shards],
+    ):
+        _, shard = shards[rows.box_number]
+        memory = shard.reshape(-1)
+        yield PartRows(
+            numbers=rows.numbers,
+            nbytes=parts.first.elements * memory.itemsize,
+            memory=memory.view(np.uint8),
+            starts=rows.offsets * memory.itemsize,
+        )
 
 
 def _boxes_of_mapped(

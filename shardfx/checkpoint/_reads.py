@@ -214,35 +214,13 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
             whole = StridedBox(source=box, offset=0, strides=strides)
             whole_destinations.append((number, whole))
     for part in entry.parts:
-        boxes: list[Box] = []
         destinations: list[Destination] = []
         for number, strided_box in whole_destinations:
-            common_box = common(strided_box.source, part.box)
-            if common_box is None:
-                continue
-            offset = strided_box.offset
-            box_in_part = []
-            rows = zip(
-                common_box,
-                strided_box.source,
-                part.box,
-                strided_box.strides,
-                strict=True,
-            )
-            # A box of the whole array, as a box of the part, and how far its elements
-            # are behind the first one in the memory of the leaf's box.
-            for (start, stop), (whole_start, _), (part_start, _), stride in rows:
-                offset += (start - whole_start) * stride
-                box_in_part.append((start - part_start, stop - part_start))
-            source = tuple(box_in_part)
-            boxes.append(source)
-            destination = StridedBox(
-                source=source,
-                offset=offset,
-                strides=strided_box.strides,
-            )
-            destinations.append((number, destination))
-        if boxes:
+            destination = _within_part(strided_box, part.box)
+            if destination is not None:
+                destinations.append((number, destination))
+        if destinations:
+            boxes = [strided_box.source for _, strided_box in destinations]
             stored = dataclasses.replace(
                 entry,
                 shape=box_shape(part.box),
@@ -251,6 +229,33 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
                 parts=(),
             )
             yield Fetch(entry=stored, boxes=boxes, destinations=destinations)
+
+
+def _within_part(strided_box: StridedBox, part_box: Box) -> StridedBox | None:
+    """What a part of a stored array has of a box to read: a box of the part, with its
+    position in the memory that `strided_box` names for the whole box; `None` if it has
+    nothing of it. `part_box` is the part's box of the array.
+    """
+    common_box = common(strided_box.source, part_box)
+    if common_box is None:
+        return None
+    offset = strided_box.offset
+    box_in_part = []
+    rows = zip(
+        common_box,
+        strided_box.source,
+        part_box,
+        strided_box.strides,
+        strict=True,
+    )
+    for (start, stop), (whole_start, _), (part_start, _), stride in rows:
+        offset += (start - whole_start) * stride
+        box_in_part.append((start - part_start, stop - part_start))
+    return StridedBox(
+        source=tuple(box_in_part),
+        offset=offset,
+        strides=strided_box.strides,
+    )
 
 
 def _parts_in(

@@ -145,19 +145,17 @@ def compared(
         # The number of leading dimensions of mesh axes along which each device has the
         # whole.
         copy_dim_count = assembled.ndim - whole.ndim
+        largest_difference = float(distances.max(initial=0.0))
         # A turn is an iteration of the outermost loop around the equation.
-        is_same_by_turn = [bool(distances.max(initial=0.0) <= allowed_difference)]
-        by_turn: tuple[bool, ...] = ()
+        is_same_by_turn = [largest_difference <= allowed_difference]
         if record.is_in_loop:
             turns_first = np.moveaxis(distances, copy_dim_count, 0)
             distances_by_turn = turns_first.reshape(whole.shape[0], -1)
             largest_by_turn = distances_by_turn.max(-1, initial=0.0)
             is_same_by_turn = (largest_by_turn <= allowed_difference).tolist()
-            by_turn = tuple(is_same_by_turn)
         right_turns = len(is_same_by_turn)
         if False in is_same_by_turn:
             right_turns = is_same_by_turn.index(False)
-        largest_difference = float(distances.max(initial=0.0))
         # The roles with the most right iterations before a wrong one match best.
         rank = (right_turns, -largest_difference)
         if rank > best_rank:
@@ -165,7 +163,7 @@ def compared(
             best = Compared(
                 is_same=all(is_same_by_turn),
                 roles=_roles_by_axis(axes, roles),
-                by_turn=by_turn,
+                by_turn=tuple(is_same_by_turn) if record.is_in_loop else (),
                 difference=largest_difference,
                 at=index_of_largest(distances)[copy_dim_count:],
                 scale=_scale_of(whole),
