@@ -192,6 +192,11 @@ def parse_slice(text: str) -> Slice:
         assert chips.parse_slice("v4-32").extents == (2, 2, 4)
         ```
     """
+    if not isinstance(text, str):
+        raise MeshError(
+            f"a slice is named by a text, not {text!r:.80}: write `tpu:v5p:4x4x4`, or"
+            " as clouds do, `v5e-16`."
+        )
     if (match := _CLOUD_NAME.fullmatch(text)) is not None:
         chip = find(match[1])
         chip_count = int(match[2])

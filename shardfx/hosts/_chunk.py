@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .._ground.boxes import box_slices, holders_by_box, shard_boxes
 from .._ground.errors import MeshError, SpecError, check_type
@@ -301,6 +301,10 @@ def owned(
     A chunk for each different shard, ordered by the starts of their slices. Over all
     processes, the chunks with `replica_id` 0 hold every element once.
 
+    **Raises:**
+
+    `MeshError` for a sharding on an abstract mesh; `SpecError` for no sharding.
+
     !!! Example
 
         ```python
@@ -326,6 +330,13 @@ def owned(
         error=SpecError,
         fix=fix,
     )
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        raise MeshError(
+            f"{sharding.spec} is on an abstract mesh, whose devices belong to no"
+            " process; give a sharding on devices, as those of"
+            " `plan.on(plan.mesh.build(jax.devices()))`, or call"
+            " `hosts.local_chunk(shape, spec, grid, process_index)`."
+        )
     box_by_device = shard_boxes(sharding, tuple(shape))
     devices_by_box = holders_by_box(box_by_device.items())
     chunks = []

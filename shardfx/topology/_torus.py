@@ -113,9 +113,16 @@ def ring_path(
 
 
 def _closed(closed: Sequence[bool] | None, rank: int) -> tuple[bool, ...]:
-    """Whether links join the ends of each dimension; none are joined by default."""
+    """Whether links join the ends of each of `rank` dimensions; none are joined by
+    default. Raises `MeshError` for another number of them.
+    """
     if closed is None:
         return (False,) * rank
+    if len(closed) != rank:
+        raise MeshError(
+            f"`closed` {tuple(closed)} has {len(closed)} entries, and there are {rank}"
+            " dimensions; give one for each."
+        )
     return tuple(closed)
 
 

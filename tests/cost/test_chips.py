@@ -186,6 +186,7 @@ def test_nodes_of_gpus_by_name(prefix):
             ),
         ),
         ("v5e:4x0", "'v5e:4x0' is no slice"),
+        (None, "a slice is named by a text, not None: write `tpu:v5p:4x4x4`"),
     ],
 )
 def test_slices_that_do_not_exist(text, message):

@@ -479,3 +479,9 @@ def test_a_plan_of_another_version_says_why_it_is_not_read(monkeypatch):
         PlanMismatchError, match="cannot be read here .the plan has ver"
     ):
         hosts.assert_same_plan(sharding_plan)
+
+
+def test_nobody_owns_shards_of_an_abstract_mesh():
+    sharding = NamedSharding(MeshSpec({"data": 8}).abstract(), P("data"))
+    with pytest.raises(MeshError, match="abstract mesh, whose devices belong to no"):
+        hosts.owned((8,), sharding, 0)

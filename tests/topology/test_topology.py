@@ -147,6 +147,11 @@ OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
             r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4",
         ),
         (
+            topology.torus_order,
+            [(2, 2), (4,), (True,)],
+            r"`closed` \(True,\) has 1 entries, and there are 2 dimensions",
+        ),
+        (
             SUBMESH,
             [TORUS, HOST, (3, 1, 1, 2)],
             r"no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]",
