@@ -2,17 +2,19 @@
 returns them as data.
 """
 
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.errors import MeshError, RuleError, SpecError, whole_number
 from .._ground.misuse import called
 from .._ground.tree import Flat, flatten
 from .._plan import (
     MEMORY_KINDS,
     Content,
+    Draft,
     PathTree,
     ShardPlan,
     drafted,
@@ -103,8 +105,9 @@ def lint(
 
     **Raises:**
 
-    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of
-    specs or without arrays. Mistakes in rules do not raise.
+    `RuleError` for `paths` and `axes` of other types, and for other arguments with a
+    value that they cannot have; `LeafTypeError` for a tree of specs or without arrays.
+    Mistakes in rules do not raise.
 
     !!! Example
 
@@ -121,6 +124,8 @@ def lint(
         print(found)
         ```
     """
+    _check_arguments(min_bytes, replicated_bytes, unmatched, unused)
+    head_dim = _head_elements(head_dim)
     if isinstance(tree, ShardPlan):
         subject = _subject_of_plan(tree)
         return findings_of(_of_leaves(subject, replicated_bytes, head_dim))
@@ -170,17 +175,59 @@ def lint(
         strict=strict,
         refine=refine,
     )
-    of_unmatched = _severity(unmatched)
-    of_unused = _severity(unused)
-    findings += unplannable(subject, draft)
-    findings += uncovered_leaves(subject, draft, of_unmatched)
-    findings += unknown_names(subject, draft, of_unmatched)
-    findings += absent(subject, draft, of_unmatched)
-    findings += unused_findings(subject, draft, kinds, of_unused)
-    findings += unused_axes(subject, of_unmatched)
-    findings += dead_rules(subject)
+    findings += _of_rules(
+        subject, draft, kinds, _severity(unmatched), _severity(unused)
+    )
     findings += _of_leaves(subject, replicated_bytes, head_dim)
     return findings_of(findings)
+
+
+def _check_arguments(
+    min_bytes: object,
+    replicated_bytes: object,
+    unmatched: str,
+    unused: str,
+) -> None:
+    """Raises `RuleError` if one of these arguments of `lint` has a value that it cannot
+    have.
+    """
+    _check_bytes("min_bytes", min_bytes)
+    _check_bytes("replicated_bytes", replicated_bytes)
+    _check_policy("unmatched", unmatched, "replicate")
+    _check_policy("unused", unused, "allow")
+
+
+def _check_bytes(what: str, value: object) -> None:
+    """Raises `RuleError` if `value`, the argument `what` of `lint`, is no number."""
+    if not isinstance(value, numbers.Real):
+        raise RuleError(
+            f"`{what}` is a number of bytes, not {value!r}; write `2**20` for 1 MiB."
+        )
+
+
+def _check_policy(what: str, policy: str, other: str) -> None:
+    """Raises `RuleError` unless `policy`, the argument `what` of `lint`, is "raise" or
+    `other`.
+    """
+    if policy not in ("raise", other):
+        raise RuleError(
+            f'`{what}={policy!r}` is no policy of `lint`; use "raise" or "{other}".'
+        )
+
+
+def _head_elements(head_dim: object) -> int | None:
+    """The argument `head_dim` of `lint` as a Python int, or `None`. Raises `RuleError`
+    if it is no positive integer.
+    """
+    if head_dim is None:
+        return None
+    elements = whole_number(head_dim)
+    if elements is None or elements < 1:
+        raise RuleError(
+            "`head_dim` is the number of elements of an attention head, not"
+            f" {head_dim!r}; write it as in `head_dim=128`, or leave it out."
+        )
+    return elements
 
 
 def _severity(policy: str) -> Severity:
@@ -221,6 +268,28 @@ def _unknown_mode(axes: AxisRules, mode: str) -> Finding:
         message=message,
         fix=fix,
     )
+
+
+def _of_rules(
+    subject: Subject,
+    draft: Draft,
+    kinds: Sequence[tuple[str, str]],
+    of_unmatched: Severity,
+    of_unused: Severity,
+) -> Iterator[Finding]:
+    """The findings of all checks of the rules that made the plan `draft`.
+
+    `kinds` has pairs of a regex and a memory kind. `of_unmatched` is the severity of
+    findings about arrays and names without a rule and about absent mesh axes;
+    `of_unused` that of findings about rules that apply to no array.
+    """
+    yield from unplannable(subject, draft)
+    yield from uncovered_leaves(subject, draft, of_unmatched)
+    yield from unknown_names(subject, draft, of_unmatched)
+    yield from absent(subject, draft, of_unmatched)
+    yield from unused_findings(subject, draft, kinds, of_unused)
+    yield from unused_axes(subject, of_unmatched)
+    yield from dead_rules(subject)
 
 
 def _of_leaves(

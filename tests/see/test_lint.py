@@ -356,3 +356,35 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
     (alone,) = lint({**arguments, "tree": {"a": tree["a"]}})
     assert alone.where == "a"
     assert alone.fix == reason.fix
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"head_dim": 0}, "`head_dim` is the number of elements of an attention head"),
+        ({"head_dim": 64.5}, "not 64.5; write it as in `head_dim=128`"),
+        ({"head_dim": True}, "`head_dim` is the number of elements"),
+        ({"min_bytes": "1MB"}, "`min_bytes` is a number of bytes, not '1MB'"),
+        ({"min_bytes": None}, "`min_bytes` is a number of bytes, not None"),
+        ({"replicated_bytes": "1MB"}, "`replicated_bytes` is a number of bytes"),
+        ({"unmatched": "allow"}, "`unmatched='allow'` is no policy of `lint`; use \"r"),
+        ({"unused": "replicate"}, "`unused='replicate'` is no policy of `lint`"),
+    ],
+)
+def test_values_that_an_argument_cannot_have_are_refused(wrong, message):
+    tree = {"q_proj": {"weight": jax.ShapeDtypeStruct((256, 256), jnp.float32)}}
+    rules = sfx.PathRules.parse("weight->tensor")
+    with pytest.raises(sfx.errors.RuleError, match=re.escape(message)):
+        sfx.lint(tree, MESH, paths=rules, **wrong)
+
+
+def test_a_numpy_integer_is_a_width_of_heads():
+    tree = {
+        "q_proj": {"weight": jax.ShapeDtypeStruct((192, 256), jnp.float32)},
+        "k_proj": {"weight": jax.ShapeDtypeStruct((64, 256), jnp.float32)},
+    }
+    rules = sfx.PathRules.parse("weight->tensor")
+    mesh = sfx.MeshSpec({"tensor": 4})
+    found = sfx.lint(tree, mesh, paths=rules, head_dim=64)
+    assert [finding.code for finding in found] == ["cut-head", "cut-head"]
+    assert sfx.lint(tree, mesh, paths=rules, head_dim=np.int64(64)) == found
