@@ -15,6 +15,7 @@ from .._ground.misuse import called
 from .._ground.text import (
     bytes_text,
     printable,
+    together,
 )
 from .._plan import ShardPlan
 from ..chips import Chip
@@ -300,15 +301,19 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first `_MOST_GROUPS` of `groups`, and one entry with the sum of the bytes of
-    the others, if there are any.
+    """The first `_MOST_GROUPS` of `groups`, and for each kind of memory one entry with
+    the sum of the bytes of the others, if there are any.
     """
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
-    rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])
-    others = {
-        "group": f"{len(groups) - _MOST_GROUPS} others",
-        "memory_kind": None,
-        "bytes_per_device": rest,
-    }
-    return [*groups[:_MOST_GROUPS], others]
+    first_groups = list(groups[:_MOST_GROUPS])
+    # Bytes in host memory do not count as bytes of the device.
+    others_by_kind = together(groups[_MOST_GROUPS:], lambda group: group["memory_kind"])
+    for memory_kind, others in others_by_kind.items():
+        sum_of_others = {
+            "group": f"{len(others)} others",
+            "memory_kind": memory_kind,
+            "bytes_per_device": sum(group["bytes_per_device"] for group in others),
+        }
+        first_groups.append(sum_of_others)
+    return first_groups

@@ -358,6 +358,21 @@ def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
     assert (memory[-1]["group"] == "2 others") == (shown < count)
 
 
+def test_the_rest_of_a_tree_is_summed_for_each_kind_of_memory():
+    tree = {f"part_{number}": struct(8, 16 + number) for number in range(20)}
+    rules = PathRules.parse(".*->data")
+    kinds = [("part_[0-3]$", "pinned_host")]
+    mesh = MeshSpec({"data": 8})
+    made = plan(tree, mesh, paths=rules, memory_kinds=kinds)
+    bytes_by_kind = {None: 0, "pinned_host": 0}
+    for group in embedded(html_report(made))["memory"]:
+        bytes_by_kind[group["memory_kind"]] += group["bytes_per_device"]
+    assert bytes_by_kind["pinned_host"] == sum(
+        leaf.bytes_per_device for leaf in made.leaves if leaf.memory_kind
+    )
+    assert sum(bytes_by_kind.values()) == made.bytes_per_device
+
+
 def test_many_findings_and_much_traffic_are_cut_and_counted():
     sharding_plan = planned("w->replicate")
     finding = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
