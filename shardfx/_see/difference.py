@@ -4,6 +4,7 @@ another dimension, and the cost of moving the arrays from one plan to the other.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -192,16 +193,22 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     plans = plan_lines(a, b)
     moves = _moves_by_path(a, b)
-    rows_of_a = dict(a.content.paths_and_rows)
-    rows_of_b = dict(b.content.paths_and_rows)
+    # Arrays with one row number in a plan are planned alike there.
+    row_numbers_of_a = dict(a.content.paths_and_rows)
+    row_numbers_of_b = dict(b.content.paths_and_rows)
     # Arrays that are planned alike in both plans, and whose paths differ in numbers.
     groups: dict[object, list[Pair]] = {}
+    # A pair has the LeafPlans of an array in both plans, and the fields that differ.
     for pair in pairs(a, b):
         path = pair.path
         is_in_both = pair.before is not None and pair.after is not None
         is_moved = path in moves and not moves[path].idle
         if pair.fields or is_moved or not is_in_both:
-            key = (between_numbers(path), rows_of_a.get(path), rows_of_b.get(path))
+            key = (
+                between_numbers(path),
+                row_numbers_of_a.get(path),
+                row_numbers_of_b.get(path),
+            )
             groups.setdefault(key, []).append(pair)
 
     leaves = tuple(_leaf_diff(alike, moves) for alike in groups.values())
@@ -211,7 +218,9 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
 
 def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
-    """The difference of arrays that differ in the same way."""
+    """The difference of arrays that differ in the same way. `alike` has the plans of
+    each array in both plans, and `moves` the move of each array by its path.
+    """
     first = alike[0]
     paths = tuple(pair.path for pair in alike)
     axes: tuple[AxisMove, ...] = ()
@@ -231,14 +240,14 @@ def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
 
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
     """The mesh axes that shard different dimensions of an array in two plans."""
-    src = _dims_by_axis(before)
-    dst = _dims_by_axis(after)
+    dims_before = _dims_by_axis(before)
+    dims_after = _dims_by_axis(after)
     moves = []
-    for axis in dict.fromkeys([*src, *dst]):
+    for axis in dict.fromkeys([*dims_before, *dims_after]):
         move = AxisMove(
             axis=axis,
-            src=src.get(axis),
-            dst=dst.get(axis),
+            src=dims_before.get(axis),
+            dst=dims_after.get(axis),
         )
         if move.src != move.dst:
             moves.append(move)
@@ -314,7 +323,21 @@ _HEADER = (
 _NUMBERS = {"arrays", "bytes/device", "wire/device"}
 
 
-def _cells(row: LeafDiff) -> tuple[str, ...]:
+class _Cells(NamedTuple):
+    """The cells of one row of the table, in the order of `_HEADER`."""
+
+    path: str
+    array_count: str
+    shape: str
+    spec_before: str
+    spec_after: str
+    bytes_per_device: str
+    what: str
+    wire_bytes: str
+    how: str
+
+
+def _cells(row: LeafDiff) -> _Cells:
     """The cells of arrays' row in the table. Equal texts of both plans stand once, but
     for the two specs.
     """
@@ -330,15 +353,17 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
         specs.append(spec_text(entries_of(leaf.spec)))
         sizes.append(bytes_text(leaf.bytes_per_device * row.count))
     sent = bytes_text(row.wire_bytes) if row.wire_bytes else "-"
-    return (
-        row.path,
-        str(row.count),
-        " -> ".join(dict.fromkeys(shapes)),
-        *specs,
-        " -> ".join(dict.fromkeys(sizes)),
-        _what(row),
-        sent,
-        " > ".join(row.steps) or "-",
+    spec_before, spec_after = specs
+    return _Cells(
+        path=row.path,
+        array_count=str(row.count),
+        shape=" -> ".join(dict.fromkeys(shapes)),
+        spec_before=spec_before,
+        spec_after=spec_after,
+        bytes_per_device=" -> ".join(dict.fromkeys(sizes)),
+        what=_what(row),
+        wire_bytes=sent,
+        how=" > ".join(row.steps) or "-",
     )
 
 
@@ -351,19 +376,19 @@ def _change(before: str, after: str) -> str:
 
 def _paragraph(row: LeafDiff) -> str:
     """The cells of a row as three lines: the arrays, their specs, and the cost."""
-    path, count, shape, before, after, size, what, wire, how = map(
-        printable, _cells(row)
-    )
-    arrays = f"{count} x {shape}" if row.count > 1 else shape
-    specs = _change(before, after)
-    if what != "-":
-        specs += f": {what}"
-    cost = f"{size} per device"
+    cells = _Cells(*map(printable, _cells(row)))
+    arrays = cells.shape
+    if row.count > 1:
+        arrays = f"{cells.array_count} x {cells.shape}"
+    specs = _change(cells.spec_before, cells.spec_after)
+    if cells.what != "-":
+        specs += f": {cells.what}"
+    cost = f"{cells.bytes_per_device} per device"
     if row.wire_bytes:
-        cost += f"; {wire} enter each device: {how}"
+        cost += f"; {cells.wire_bytes} enter each device: {cells.how}"
     elif row.move:
-        cost += f"; {how}"
-    return "\n    ".join([f"{path}: {arrays}", specs, cost])
+        cost += f"; {cells.how}"
+    return "\n    ".join([f"{cells.path}: {arrays}", specs, cost])
 
 
 # Fields of a LeafPlan that other columns of the table show, or that follow from such
@@ -389,6 +414,7 @@ def _what(row: LeafDiff) -> str:
     if row.before is None:
         return "only in the second"
     changes = [*map(str, row.axes)]
+    # Fields whose values are too long for the cell.
     only_differ = []
     for name in row.fields:
         if name not in _SHOWN:

@@ -30,42 +30,58 @@ from .subject import Subject, code_of, mode_argument
 _HINTED = 40
 
 
+def _error_of_leaf(draft: Draft, row_index: int) -> str | None:
+    """The text of the error for which a leaf cannot be planned; `None` if it can.
+
+    `row_index` is the leaf's entry of `draft.row_indices`: -2 stands for the first
+    error of the draft, -3 for the second; other numbers are no errors.
+    """
+    if row_index > -2:
+        return None
+    _, error = draft.errors[-2 - row_index]
+    return str(error)
+
+
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """Findings for leaves that cannot be planned. Equal leaves of repeated layers are
     one finding.
     """
     flat = subject.flat
-    groups: dict[object, list[int]] = {}
-    for position, number in enumerate(draft.row_indices):
-        # -2 is the first error of the draft, -3 the second.
-        if number <= -2:
-            error = str(draft.errors[-2 - number][1])
+    # The positions of leaves that have one error, and whose paths differ in numbers.
+    groups: dict[tuple[object, str], list[int]] = {}
+    for position, row_index in enumerate(draft.row_indices):
+        error = _error_of_leaf(draft, row_index)
+        if error is not None:
             key = (between_numbers(flat.paths[position]), error)
             groups.setdefault(key, []).append(position)
 
-    for positions in groups.values():
+    for (_, error), positions in groups.items():
         first = positions[0]
         paths = [flat.paths[position] for position in positions]
-        leaves = [flat.leaves[position] for position in positions]
-        size = sum(subject.lost(tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-        error = str(draft.errors[-2 - draft.row_indices[first]][1])
+        lost_bytes = 0
+        for position in positions:
+            leaf = flat.leaves[position]
+            shape = tuple(leaf.shape)
+            lost_bytes += subject.bytes_lost_if_replicated(shape, leaf.dtype)
+        first_shape = tuple(flat.leaves[first].shape)
         leaf_names = subject.leaf_names[first]
         if leaf_names is None:
-            fix = subject.rule_fix(paths, subject.target_for(tuple(leaves[0].shape)))
+            fix = subject.rule_fix(paths, subject.target_for(first_shape))
         elif subject.axes is None:
+            # Without axis rules, every name of the tree needs one.
             names: dict[str, None] = {}
             for names_of_leaf in subject.leaf_names:
                 names |= dict.fromkeys(members_of(names_of_leaf))
             rules = ", ".join(f"({name!r}, None)" for name in names)
             fix = f"axes = AxisRules([{rules}])"
         else:
-            names_that_fit = _fitting(tuple(leaf_names), len(leaves[0].shape))
+            names_that_fit = _fitting(tuple(leaf_names), len(first_shape))
             fix = subject.names_fix(paths, names_that_fit)
         yield Finding(
             code="unplannable",
             severity="error",
             where=joined(paths),
-            bytes=size,
+            bytes=lost_bytes,
             message=error,
             fix=fix,
         )
@@ -98,7 +114,10 @@ def uncovered_leaves(
     draft: Draft,
     severity: Severity,
 ) -> Iterator[Finding]:
-    """Findings, of this severity, for leaves that no path rule covers."""
+    """Findings, of this severity, for leaves that no path rule covers. Leaves that are
+    alike are one finding.
+    """
+    # The path and the plan of each leaf of a group.
     groups: dict[object, list[tuple[str, Row]]] = {}
     for path, row in uncovered(draft):
         groups.setdefault((between_numbers(path), row), []).append((path, row))
@@ -114,13 +133,13 @@ def uncovered_leaves(
             f"no rule covers {arrays} of shape {row.shape}{hint}, so every device holds"
             " all of it"
         )
-        size = subject.lost(row.shape, row.dtype) * len(paths)
+        lost_bytes = subject.bytes_lost_if_replicated(row.shape, row.dtype)
         fix = subject.rule_fix(paths, subject.target_for(row.shape), last=True)
         yield Finding(
             code="unmatched",
             severity=severity,
             where=joined(paths),
-            bytes=size,
+            bytes=lost_bytes * len(paths),
             message=message,
             fix=fix,
         )
@@ -152,14 +171,17 @@ def unknown_names(
             fix=fix,
         )
 
-    unknown = unknown_of_rows(draft.rows, axes)
+    # By the number of a row, the names of its arrays that have no rule.
+    unknown_by_row = unknown_of_rows(draft.rows, axes)
     # Pairs of the path and the plan of each array with the name.
     arrays_of_name: dict[str, list[tuple[str, Row]]] = {}
-    for path, number, row in draft.arrays(unknown):
-        for name in unknown[number]:
+    for path, row_number, row in draft.arrays(unknown_by_row):
+        for name in unknown_by_row[row_number]:
             arrays_of_name.setdefault(name, []).append((path, row))
     for name, arrays in arrays_of_name.items():
-        size = sum(subject.lost(row.shape, row.dtype) for _, row in arrays)
+        lost_bytes = 0
+        for _, row in arrays:
+            lost_bytes += subject.bytes_lost_if_replicated(row.shape, row.dtype)
         similar = nearest(name, axes.names)
         fix = f"axes = axes.extend([({name!r}, None)])"
         if similar:
@@ -175,7 +197,7 @@ def unknown_names(
             code="unknown-name",
             severity=severity,
             where=f"name {name!r}",
-            bytes=size,
+            bytes=lost_bytes,
             message=message,
             fix=fix,
         )
@@ -188,9 +210,10 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
     """
     mesh_axes = draft.mesh.axis_names
     rules = "axes" if subject.axes is not None else "paths"
-    for axis, user in absent_axes(draft).items():
+    # The text names the first rule or leaf that uses the axis.
+    for axis, user_text in absent_axes(draft).items():
         message = (
-            f"{user} uses the mesh axis {axis!r}{near(axis, mesh_axes)}; the mesh has"
+            f"{user_text} uses the mesh axis {axis!r}{near(axis, mesh_axes)}; the mesh has"
             f" {mesh_axes}"
         )
         similar = nearest(axis, mesh_axes)
@@ -216,7 +239,8 @@ def _corrected_axis(subject: Subject, axis: str, similar: str) -> Iterator[str]:
     """
     axes = subject.axes
     paths = subject.paths
-    # The variable that has the rules, their mode, and the rules.
+    # The variable that has the rules, their mode, and pairs of a name or regex and a
+    # target.
     tables: list[tuple[str, str | None, Sequence[tuple[str, Any]]]] = []
     if axes is not None:
         tables.append(("axes", None, axes.rules))
@@ -270,12 +294,26 @@ def unused_findings(
     found, with severity "info", only if it matches leaves that earlier rules shard.
     """
     flat = subject.flat
-    leaf_names = subject.leaf_names
     rules = draft.paths.rules
     used = draft.paths.used
-    for unused in unused_rules(rules, used, flat, leaf_names, NAMES):
-        yield _unused_rule(subject, unused, rules[unused.number][0], severity)
+    for unused in unused_rules(rules, used, flat, subject.leaf_names, NAMES):
+        regex, _ = rules[unused.number]
+        yield _unused_rule(subject, unused, regex, severity)
+    yield from _unused_optional_rules(subject, draft)
 
+    for unused in unused_rules(draft.kinds.rules, draft.kinds.used, flat):
+        where = f"memory_kinds[{unused.number}] {kinds[unused.number][0]!r}"
+        other_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
+        fix = f"memory_kinds = {other_kinds!r}"
+        yield _unused(where, "entry", severity, unused, fix)
+
+
+def _unused_optional_rules(subject: Subject, draft: Draft) -> Iterator[Finding]:
+    """Findings of severity "info" for path rules with `optional(...)` that match leaves,
+    all of which earlier rules shard.
+    """
+    rules = draft.paths.rules
+    used = draft.paths.used
     # One path of each group shows which optional rules match at all; many rules of a
     # preset do not.
     first_paths = [group.paths[0] for group in subject.content.groups]
@@ -285,29 +323,26 @@ def unused_findings(
             continue
         if any(map(subject.patterns[number].search, first_paths)):
             unused_optional_targets[number] = target.target
-    if unused_optional_targets:
-        optional_rules_alone = []
-        for number, (regex, _) in enumerate(rules):
-            optional_rules_alone.append((regex, unused_optional_targets.get(number)))
-        # As if all other rules applied, so that only the spare ones are found.
-        assumed_used = {
-            number: None
-            for number in range(len(rules))
-            if number not in unused_optional_targets
-        }
-        for unused in unused_rules(
-            optional_rules_alone, assumed_used, flat, leaf_names, NAMES
-        ):
-            # A rule that shards these arrays and no others was put before the rules of
-            # a preset on purpose.
-            if any(_deciders(subject, unused).values()):
-                yield _unused_rule(subject, unused, rules[unused.number][0], "info")
-
-    for unused in unused_rules(draft.kinds.rules, draft.kinds.used, flat):
-        where = f"memory_kinds[{unused.number}] {kinds[unused.number][0]!r}"
-        other_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
-        fix = f"memory_kinds = {other_kinds!r}"
-        yield _unused(where, "entry", severity, unused, fix)
+    if not unused_optional_targets:
+        return
+    # `unused_rules` leaves out optional rules. Here they are rules without `optional`,
+    # and all other rules count as used.
+    rules_to_check = []
+    for number, (regex, _) in enumerate(rules):
+        rules_to_check.append((regex, unused_optional_targets.get(number)))
+    assumed_used = {
+        number: None
+        for number in range(len(rules))
+        if number not in unused_optional_targets
+    }
+    for unused in unused_rules(
+        rules_to_check, assumed_used, subject.flat, subject.leaf_names, NAMES
+    ):
+        # A rule that shards these arrays and no others was put before the rules of a
+        # preset on purpose.
+        if any(_deciders(subject, unused).values()):
+            regex, _ = rules[unused.number]
+            yield _unused_rule(subject, unused, regex, "info")
 
 
 def _unused_rule(
@@ -328,9 +363,9 @@ def _unused(
     unused: Unused,
     fix: str,
 ) -> Finding:
-    """A finding about a rule or an entry (`what`) that applies to no leaf. If it
-    matches leaves, others shadow it: then no nearest path is given.
-    """
+    """A finding about a rule or an entry (`what`) that applies to no leaf."""
+    # `unused` has the path nearest to a regex that matches none. A regex that matches
+    # paths is shadowed by other rules.
     code = "unused-rule" if unused.nearest is not None else "shadowed-rule"
     return Finding(
         code=code,

@@ -365,25 +365,33 @@ def _changes_of_size(
     units: int,
     sizes: tuple[int, ...],
 ) -> list[str]:
-    """The sizes that would divide, and the parts of mesh axes that do."""
+    """The sizes that would divide, and the parts of mesh axes that do.
+
+    `units` is the number of indivisible units of the dimension in one device's shard,
+    and `sizes` are the nearest sizes that the requested axes divide.
+    """
     changes = [f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"]
     parts = []
     for axis in reason.axes:
         size = mesh.shape.get(axis, 1)
-        share = math.gcd(units, size)
-        if 1 < share < size:
-            parts.append(f"`{axis}` of size {share} would")
+        part_size = math.gcd(units, size)
+        if 1 < part_size < size:
+            parts.append(f"`{axis}` of size {part_size} would")
     if parts:
         changes.append(f"{' or '.join(parts)} cut it (`refine=True` splits the axis)")
     return changes
 
 
 def _winning_rules(reason: Reason, tried: tuple[Attempt, ...]) -> list[str]:
-    """For each mesh axis of the reason, the rule that uses it for another dimension."""
+    """For each mesh axis of the reason, a text about the rule that uses it for another
+    dimension. `tried` has the outcomes of the axis rules for the array's names.
+    """
+    # By mesh axis, the attempt whose rule uses it.
     winners: dict[str, Attempt] = {}
     for attempt in tried:
         if attempt.outcome == "applied":
-            winners |= dict.fromkeys(entry_axes(attempt.rule[1]), attempt)
+            _, target = attempt.rule
+            winners |= dict.fromkeys(entry_axes(target), attempt)
     texts = []
     for axis in reason.axes:
         winner = winners.get(axis)
@@ -501,8 +509,10 @@ def _wrapped(note: str) -> list[str]:
 
 
 def _outcome(attempt: Attempt, dim: DimExplanation) -> str:
-    """A phrase about whether a rule applied to a dimension, and why not."""
-    target = attempt.rule[1]
+    """A phrase about whether the rule of an attempt applied to a dimension, and why
+    not.
+    """
+    _, target = attempt.rule
     if attempt.outcome == "blocked":
         users = ", ".join(
             f"`{axis}` is on dim {other_dim} (`{name}`)"

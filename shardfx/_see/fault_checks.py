@@ -73,6 +73,8 @@ def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
     other way round in another array of its stack.
     """
     selected: list[Group] = []
+    # By the path of a stack of layers, its arrays that match, each with the mesh axes
+    # of its two main dimensions.
     stacks: dict[str, list[tuple[Group, ArrayCut]]] = {}
     for group in subject.content.groups:
         cut = _matched_cut(subject, predicate, group)
@@ -80,9 +82,9 @@ def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
             stacks.setdefault(_stack_path(group), []).append((group, cut))
     for stack, members in stacks.items():
         # One product alone, such as a head, has no second that could go wrong.
-        blocks = sum(len(group.paths) for group, _ in members)
+        array_count = sum(len(group.paths) for group, _ in members)
         is_stacked = any(len(group.row.shape) > 2 for group, _ in members)
-        if blocks == 1 and not is_stacked:
+        if array_count == 1 and not is_stacked:
             continue
         opposites = _opposites(subject, stack) if predicate.alone else set()
         selected += [group for group, cut in members if cut not in opposites]
@@ -94,11 +96,15 @@ def _matched_cut(
     predicate: ArrayPredicate,
     group: Group,
 ) -> ArrayCut | None:
+    """The mesh axes of the two main dimensions of the arrays in `group`, if the
+    predicate selects these arrays; else `None`.
+    """
     sizes = dict(subject.content.mesh.shape)
     return matches_array(predicate, group.row.shape, _axes_of_dims(group), sizes)
 
 
 def _axes_of_dims(group: Group) -> list[tuple[str, ...]]:
+    """The mesh axes that shard each dimension of the arrays in `group`."""
     axes_of_dims = [tuple(entry_axes(entry)) for entry in entries_of(group.row.spec)]
     whole_dims = len(group.row.shape) - len(axes_of_dims)
     return axes_of_dims + [()] * whole_dims
@@ -106,16 +112,19 @@ def _axes_of_dims(group: Group) -> list[tuple[str, ...]]:
 
 def _stack_path(group: Group) -> str:
     """The path before its first number, or its first name: the stack of layers that
-    holds these arrays.
+    holds these arrays. It is `layers/` for `layers/0/w`, and `head` for `head/w`.
     """
-    before = re.split(r"\d", group.paths[0], maxsplit=1)[0]
-    if before != group.paths[0]:
-        return before
-    return before.partition("/")[0]
+    path = group.paths[0]
+    before_number = re.split(r"\d", path, maxsplit=1)[0]
+    if before_number != path:
+        return before_number
+    return path.partition("/")[0]
 
 
 def _opposites(subject: Subject, stack: str) -> set[ArrayCut]:
-    """The last two dimensions of all arrays of a stack, the other way round."""
+    """The mesh axes of the last two dimensions of all arrays of a stack, the other way
+    round.
+    """
     opposites: set[ArrayCut] = set()
     for group in subject.content.groups:
         if len(group.row.shape) > 1 and _stack_path(group) == stack:
@@ -130,18 +139,18 @@ def _fix(subject: Subject, group: Group) -> str:
     """
     axes_of_dims = _axes_of_dims(group)
     shape = group.row.shape
-    sharded_dims = [dim for dim, cut in enumerate(axes_of_dims) if cut]
-    axes: list[str] = []
+    sharded_dims = [dim for dim, axes in enumerate(axes_of_dims) if axes]
+    all_axes: list[str] = []
     for dim in sharded_dims:
-        axes += axes_of_dims[dim]
-    shards = shards_over(axes, subject.content.mesh.shape)
-    divisible_dims = [dim for dim in sharded_dims if shape[dim] % shards == 0]
+        all_axes += axes_of_dims[dim]
+    shard_count = shards_over(all_axes, subject.content.mesh.shape)
+    divisible_dims = [dim for dim in sharded_dims if shape[dim] % shard_count == 0]
 
     entries: list[Any] = [None] * len(shape)
     names: list[Any] = [None] * len(shape)
     if divisible_dims:
         dim = divisible_dims[-1]
-        entries[dim] = canonical_entry(tuple(axes))
+        entries[dim] = canonical_entry(tuple(all_axes))
         names[dim] = tuple(_names(group, sharded_dims))
     else:
         # The last dimension alone, since no dimension divides by all.

@@ -92,13 +92,15 @@ _NUMBERED = re.compile(r"\.(replace|drop)\((\d+)")
 
 
 def _order_of_fix(fix: str) -> tuple[int, int]:
-    """The place of a fix among others: replacements of rules, which leave the numbers
+    """The key by which fixes are sorted: replacements of rules, which leave the numbers
     of rules as they are; rules that are dropped, the last first; everything else.
     """
+    # As `.replace(3` or `.drop(3`.
     numbered = _NUMBERED.search(fix)
     if numbered is None:
         return 2, 0
-    return int(numbered[1] == "drop"), -int(numbered[2])
+    method, rule_number = numbered.groups()
+    return int(method == "drop"), -int(rule_number)
 
 
 class Findings(tuple[Finding, ...]):

@@ -89,7 +89,10 @@ class _Projections(NamedTuple):
 
 
 def _projections(subject: Subject) -> _Projections:
-    """The attention layers of a plan, found by the names in its paths."""
+    """The attention layers of a plan, found by the names in its paths: for
+    `layers/0/attn/q_proj/weight`, the layer is `layers/attn`, the role "q", and the
+    suffix "weight".
+    """
     projections = _Projections(
         layers={},
         norms={},
@@ -98,6 +101,7 @@ def _projections(subject: Subject) -> _Projections:
     for group in subject.content.groups:
         segments = re.split("[/.]", group.paths[0])
         parts = tuple(_without_number(segment) for segment in segments)
+        # The last segment that names a projection.
         role_position = None
         for position, part in enumerate(parts):
             layer = parts[:position]
@@ -135,8 +139,9 @@ def _cut_layer(
 ) -> Iterator[Finding]:
     """Findings for the projections of one layer that are sharded within a head.
 
-    `suffix` is the path after the projections. The rules of `arrays` and `biases` may
-    say how wide a head is, and so may the `norm` of the layer.
+    `arrays` are the projections, each with its role ("q", "k", "v" or "o"), and
+    `suffix` is the path after them, such as "weight". The rules of `arrays` and
+    `biases` may say how wide a head is, and so may the `norm` of the layer.
     """
     # Of several arrays of one role, the first one counts.
     shapes = {role: group.row.shape for role, group in reversed(arrays)}
@@ -148,12 +153,13 @@ def _cut_layer(
         yield from _cut_elements(subject, arrays)
         return
 
-    inputs = [shapes[role] for role in "qkv" if role in shapes]
-    dim = head_dimension(suffix, inputs)
+    shapes_of_qkv = [shapes[role] for role in "qkv" if role in shapes]
+    # The dimension that holds the heads, each with all of its elements.
+    dim = head_dimension(suffix, shapes_of_qkv)
     if dim is None:
         return
     groups = [group for _, group in arrays] + biases
-    width = _width(groups, [shape[dim] for shape in inputs], norm, head_dim)
+    width = _width(groups, [shape[dim] for shape in shapes_of_qkv], norm, head_dim)
     if width is None:
         return
 
@@ -180,19 +186,21 @@ def _cut_fused(
     """
     group = fused.group
     shape = group.row.shape
-    count = FUSED[fused.part]
+    # Three projections in `qkv`, two in `kv`.
+    projection_count = FUSED[fused.part]
+    # The dimension that holds the heads of all projections.
     dim = fused_dimension(fused.part, fused.suffix, shape)
     if dim is None:
         return
     if fused.part.startswith("in_proj") and len(shape) > 1:
         # The other one of the last two dimensions is that of the inputs.
         input_size = shape[2 * len(shape) - 3 - dim]
-        if shape[dim] != count * input_size:
+        if shape[dim] != projection_count * input_size:
             return
 
     width = _width([group], [shape[dim]], norm, head_dim)
-    projection_size = shape[dim] // count
-    if width is None and shape[dim] % count == 0:
+    projection_size = shape[dim] // projection_count
+    if width is None and shape[dim] % projection_count == 0:
         if projection_size >= _LEAST_WIDE and projection_size % _USUAL_WIDTH == 0:
             why = "as most models have them; pass `head_dim=` if these are narrower"
             width = _Width(
@@ -302,7 +310,9 @@ def _width(
 
 
 def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Finding]:
-    """A finding if the arrays of `group` are sharded within a head along `dim`."""
+    """A finding if the arrays of `group` are sharded within a head along `dim`, in
+    which the elements of a head are `width.unit` elements in a row.
+    """
     row = group.row
     unit = width.unit
     size = row.shape[dim]

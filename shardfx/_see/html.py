@@ -262,7 +262,7 @@ def _within(
     Rows with more `weight` are kept first; without `weight`, the first rows are.
     Returns the value and the other rows.
     """
-    # The indices of the rows, those first that are kept first.
+    # The indices of the rows, in the order in which rows are kept.
     ranked: Sequence[int] = range(len(rows))
     if weight is not None:
         ranked = sorted(ranked, key=lambda number: -weight(rows[number]))

@@ -28,8 +28,9 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         return
     for group in content.groups:
         row = group.row
-        size, shard = content.byte_counts[group.number]
-        if size < limit or size != shard or row.rule is None:
+        whole_bytes, shard_bytes = content.byte_counts[group.number]
+        is_whole = whole_bytes == shard_bytes
+        if whole_bytes < limit or not is_whole or row.rule is None:
             continue
         # If the array could not be sharded as requested, `corrected` reports it, with
         # the reason.
@@ -38,14 +39,14 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         cause = _rule_asks(group)
         if has_code(row.reasons, Code.skipped):
             cause = f"{rule_of(group)} may cut no dimension of it"
-        message = f"every device holds all {bytes_text(size)} of it, as {cause}"
-        fix = _sharding_fix(subject, group) or f"replicated_bytes = {size + 1}"
-        lost_bytes = subject.lost(row.shape, row.dtype) * len(group.paths)
+        message = f"every device holds all {bytes_text(whole_bytes)} of it, as {cause}"
+        fix = _sharding_fix(subject, group) or f"replicated_bytes = {whole_bytes + 1}"
+        lost_bytes = subject.bytes_lost_if_replicated(row.shape, row.dtype)
         yield Finding(
             code="replicated",
             severity="warning",
             where=group.where,
-            bytes=lost_bytes,
+            bytes=lost_bytes * len(group.paths),
             message=message,
             fix=fix,
         )
@@ -62,6 +63,7 @@ def _sharding_fix(subject: Subject, group: Group) -> str | None:
     divides a dimension, or if the arrays are replicated because they are small.
     """
     row = group.row
+    # Pairs of a dimension and a mesh axis that divides it.
     divisible_dims = subject.divisible(row.shape, row.units)
     if not divisible_dims or has_code(row.reasons, Code.small):
         return None
@@ -91,10 +93,12 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         return
     rows = content.rows
     if subject.refine:
+        # `index` has the number of the row of each leaf, in both plans.
         refined_numbers = dict(zip(content.index, subject.refined.index, strict=True))
         rows = [
             subject.refined.rows[refined_numbers[number]] for number in range(len(rows))
         ]
+    # The arrays that are sharded less for one cause.
     causes: dict[object, list[_Undersharded]] = {}
     for group in content.groups:
         reasons = _shortfall(subject, rows[group.number])
@@ -170,7 +174,9 @@ def _finding_of_axis(subject: Subject, shorts: list[_Undersharded]) -> Finding:
 
 
 def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
-    """The reasons for which an array is sharded less than its rule requests."""
+    """The reasons of `row`, the plan of an array, for which the array is sharded less
+    than its rule requests.
+    """
     if subject.strict:
         return tuple(reason for reason in row.reasons if not reason.code.is_expected)
     entries = entries_at(row.spec, len(row.shape))
@@ -250,14 +256,18 @@ def _is_better_refined(subject: Subject, group: Group) -> bool:
     if subject.strict or subject.refine or subject.is_plan:
         return False
     content = subject.content
-    refined_number = subject.refined.index[content.index.index(group.number)]
+    # Both plans have the same leaves, and different rows.
+    first_leaf = content.index.index(group.number)
+    refined_number = subject.refined.index[first_leaf]
     _, refined_bytes = subject.refined.byte_counts[refined_number]
     _, shard_bytes = content.byte_counts[group.number]
     return refined_bytes < shard_bytes
 
 
 def _names_for_present_spec(subject: Subject, short: _Undersharded) -> Iterator[str]:
-    """Lines of code that give arrays logical names for their present sharding."""
+    """Yields lines of code that give the arrays of `short` logical names, and those
+    names rules, for their present sharding.
+    """
     row = short.group.row
     names = [*(row.names or ())]
     entries = entries_at(row.spec, len(row.shape))
@@ -287,7 +297,8 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
     The arrays of repeated layers are compared if they have one shape and dtype, and
     paths that differ only in numbers.
     """
-    sizes = subject.content.byte_counts
+    # The bytes of a whole array and of its shard, by the number of its row.
+    byte_counts = subject.content.byte_counts
     for groups in together(subject.content.groups, _layer_key).values():
         groups_by_spec = together(groups, lambda group: group.row.spec)
         if len(groups_by_spec) == 1:
@@ -298,18 +309,18 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
             groups_by_spec.values(),
             key=lambda groups_of_spec: (
                 _count(groups_of_spec),
-                -sizes[groups_of_spec[0].number][1],
+                -byte_counts[groups_of_spec[0].number][1],
             ),
         )
         usual_group = usual_groups[0]
-        _, usual_bytes = sizes[usual_group.number]
+        _, usual_bytes = byte_counts[usual_group.number]
         other_specs = [
             groups_of_spec
             for groups_of_spec in groups_by_spec.values()
             if groups_of_spec is not usual_groups
         ]
         for group in itertools.chain.from_iterable(other_specs):
-            _, shard_bytes = sizes[group.number]
+            _, shard_bytes = byte_counts[group.number]
             surplus = max(0, shard_bytes - usual_bytes) * len(group.paths)
             message = (
                 f"sharded as {spec_text(entries_of(group.row.spec))} by"

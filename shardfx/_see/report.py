@@ -155,7 +155,7 @@ def _verdict(
     `findings` are those of `lint`, and `fit` is the memory of a step. `chip` has the
     name and the memory of the accelerator; `None` if it is not known.
     """
-    less = totals["corrected_arrays"]
+    corrected_arrays = totals["corrected_arrays"]
     even_bytes = totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even_bytes if even_bytes else 1.0
     severities = collections.Counter(finding.severity for finding in findings)
@@ -164,8 +164,8 @@ def _verdict(
     peak_bytes = totals["bytes_per_device"] if fit is None else fit.peak_bytes
 
     parts = ["every array got what its rule asked for"]
-    if less:
-        parts = [f"{plural(less, 'array')} got less than asked"]
+    if corrected_arrays:
+        parts = [f"{plural(corrected_arrays, 'array')} got less than asked"]
     parts.append(f"{ratio:.3g} times an even split")
     if errors:
         parts.append(plural(errors, "error"))
@@ -176,7 +176,7 @@ def _verdict(
         parts.append(f"it does not fit {chip['name']}")
 
     level = "good"
-    if less or warnings or ratio >= _DOUBTFUL:
+    if corrected_arrays or warnings or ratio >= _DOUBTFUL:
         level = "warn"
     if errors or is_full or ratio >= _BAD:
         level = "bad"
@@ -338,6 +338,7 @@ def _peak_array(array: LargeArray) -> dict[str, object]:
     """An array in memory at the step's peak, for the report; `over` has the source places
     that its axes came through.
     """
+    # The line that makes the array; `None` if it is not known.
     source = array.source
     line = source and linecache.getline(source.file, source.line).strip()
     entries = () if array.spec is None else entries_of(array.spec)
@@ -364,6 +365,8 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
     `rows` or are next to such a line. Each line has its number, its text, and the
     arrays that it makes.
     """
+    # By file and number of a line, the texts of the arrays that it makes. The dicts
+    # with `None` keep texts in order, each once.
     texts_by_file: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:

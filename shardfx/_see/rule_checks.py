@@ -149,6 +149,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
+    # By the number of a group in `groups`, the right order of names in a wrong one.
     turned = turned_names(groups, names)
     right_orders = _orders(groups, names, turned)
 
@@ -156,6 +157,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     right_names = [
         right_orders.get(number, order) for number, order in enumerate(names)
     ]
+    # For each name, how many arrays have each size, and the size of most arrays.
     counts = _size_counts(groups, right_names)
     usual_sizes = _usual_sizes(counts)
     contradictions: dict[tuple[str, int], list[Group]] = {}
@@ -185,8 +187,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
 
     for (name, size), contradicting in contradictions.items():
         names_of_size = {other for other, sizes in counts.items() if size in sizes}
-        is_of_another = bool(names_of_size - {name})
-        if not is_of_another and _in_one_module(contradicting):
+        has_another_name = bool(names_of_size - {name})
+        if not has_another_name and _in_one_module(contradicting):
             continue
         message = (
             f"{name!r} is {size} here, and {usual_sizes[name]} elsewhere; neither"
@@ -211,7 +213,9 @@ def _orders(
     names: list[Names],
     turned: Mapping[int, Turned],
 ) -> dict[int, Names]:
-    """The right order of the names of each group whose names are in a wrong one."""
+    """The right order of the names of each group whose names are in a wrong one, by the
+    group's number in `groups`. `turned` has those that `turned_names` found.
+    """
     usual_sizes = _usual_sizes(_size_counts(groups, names))
     orders = {number: turned_group.names for number, turned_group in turned.items()}
     for number, group in enumerate(groups):

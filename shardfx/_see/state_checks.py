@@ -57,6 +57,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
       the leaf over it. This case is reported only if it costs each device at least
       `limit` bytes.
     """
+    # Each has leaves of the state, and the plan of their parameter in `param`.
     states = _states(subject)
     yield from _unlike_parameters(subject, states)
     # Statistics of rows and columns are small: they only follow their parameter.
@@ -67,6 +68,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
         ]
         is_of_parameters = any(axis in _axes_of(state.param) for state in states)
         if any(_is_added(axis, state) for state in states):
+            # A leaf with reasons could not be sharded as it was requested.
             unsharded_states = [
                 state for state in unsharded_states if not state.group.row.reasons
             ]
@@ -83,7 +85,10 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 
         specs = list(_shardable_over(subject, unsharded_states, axis))
         if specs:
-            where = specs[0][0].where if len(specs) == 1 else unsharded_states[0].root
+            where = unsharded_states[0].root
+            if len(specs) == 1:
+                group, _ = specs[0]
+                where = group.where
             finding = _of_states(subject, where, message, specs)
             if finding.bytes >= least_bytes:
                 yield finding
@@ -104,10 +109,11 @@ def _unlike_parameters(subject: Subject, states: list[_State]) -> Iterator[Findi
     sizes = subject.content.mesh.shape
     for state in states:
         spec = state.group.row.spec
+        # The spec that the leaf gets from its parameter's.
         follows = state.follows
-        shards = shards_over(axes_of_target(spec), sizes)
-        followed_shards = shards_over(axes_of_target(follows), sizes)
-        if shards < followed_shards:
+        shard_count = shards_over(axes_of_target(spec), sizes)
+        followed_count = shards_over(axes_of_target(follows), sizes)
+        if shard_count < followed_count:
             message = (
                 f"it is sharded over {_axes_text(spec)}, its parameter over"
                 f" {_axes_text(follows)}"
@@ -146,8 +152,8 @@ def _states(subject: Subject) -> list[_State]:
     )
     if len(branches) == 1:
         return []
-    # A single letter may be a module as well as a moment (values next to queries, for
-    # example). Moments always occur together.
+    # A single letter, such as `v`, may be a module as well as a moment (values next to
+    # queries, for example). Moments always occur together.
     state_branches = dict(branches)
     if not _LETTERS_OF_MOMENTS <= branches.keys():
         for letter in _LETTERS_OF_MOMENTS:
@@ -168,13 +174,13 @@ def _states(subject: Subject) -> list[_State]:
     return best_states
 
 
-def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
+def _state(root: str, group: Group, row_by_path: dict[str, Row]) -> _State | None:
     """The leaves in `group` with their parameter; `None` if they are not in an
     optimizer's state.
 
-    `root` is the first segment of the leaves' paths. `params` has the plans of the
-    parameters by path. A parameter is found by the end of the leaves' paths: `opt/mu/w`
-    and `opt/w/v_row` belong to the parameter `w`.
+    `root` is the first segment of the leaves' paths. `row_by_path` has the plans of
+    the parameters. A parameter is found by the end of the leaves' paths: `opt/mu/w` and
+    `opt/w/v_row` belong to the parameter `w`.
     """
     parts = group.paths[0].split("/")
     shape = group.row.shape
@@ -184,12 +190,13 @@ def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
         if not any(map(_STATE_NAME.match, parts[:start])):
             continue
         for path in ("/".join(parts[start:]), "/".join(parts[start:-1])):
-            param = params.get(path)
+            param = row_by_path.get(path)
             if param is None:
                 continue
             entries = entries_at(param.spec, len(param.shape))
             specs = set()
-            # All ways in which the leaf's dimensions can be those of the parameter.
+            # All ways in which the leaf's dimensions can be those of the parameter:
+            # `dims` has for each of them a dimension of the parameter, or `None`.
             for dims in correspondences(param.shape, shape):
                 entries_of_dims = []
                 for dim in dims:

@@ -93,7 +93,7 @@ class Subject:
         """
         return refined(self.content, self.min_bytes)
 
-    def lost(self, shape: tuple[int, ...], dtype: object) -> int:
+    def bytes_lost_if_replicated(self, shape: tuple[int, ...], dtype: object) -> int:
         """The bytes that each device would save if a replicated array were sharded over
         all devices.
         """

@@ -57,7 +57,15 @@ def _turned_in(
     groups: Sequence[Group],
     names: Sequence[Names],
 ) -> Iterator[tuple[int, Turned]]:
-    """Yields the index of each group of a scope whose names are turned."""
+    """Yields the index of each group of a scope whose names are turned, with their
+    right order.
+
+    `scope` has the indices of the groups that are compared. Take two names, such as
+    "in" and "out". The weights have both, at one size each; a bias has only "out". If
+    "out" has in every bias the size that "in" has in the weights, the names of the
+    weights stand at each other's dimensions.
+    """
+    # By index of a group, the size of each of its names.
     sizes = {number: _sizes(names[number], groups[number]) for number in scope}
     numbers_by_pair: dict[tuple[str, str], list[int]] = {}
     for number, size_by_name in sizes.items():
