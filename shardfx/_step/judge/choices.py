@@ -42,28 +42,32 @@ def reduce_several(
     arrays = operands[: len(operands) // 2]
     if any(isinstance(array.idiom, Choices) for array in arrays):
         return _chosen_again(context, instruction, arrays)
-    over = numbers(instruction, "dimensions")
-    results = arrays_in(instruction.result)
+    reduced_dims = numbers(instruction, "dimensions")
+    result_arrays = arrays_in(instruction.result)
     for operand in operands:
         require_finished(operand, "reduce")
     reason = Unjudged("no reduction of the whole program has these operands")
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        node = context.values.nodes[number]
+    for value_number, expressed_operands in matched_operands(
+        context, instruction, operands
+    ):
+        node = context.values.nodes[value_number]
         expressed_arrays = expressed_operands[: len(arrays)]
         try:
-            terms = _terms_over(context, instruction, expressed_arrays, node, over)
+            terms = _terms_over(
+                context, instruction, expressed_arrays, node, reduced_dims
+            )
         except Unjudged as error:
             reason = error
             continue
         cuts = []
         for dim in range(len(expressed_arrays[0].shape)):
-            if dim not in over:
+            if dim not in reduced_dims:
                 axes = [operand.axes[dim] for operand in expressed_arrays]
                 cuts.append(joined_cut(context, "reduce", dim, axes))
-        form = form_in(context, instruction, expressed_operands, results[0].shape)
+        form = form_in(context, instruction, expressed_operands, result_arrays[0].shape)
         held_results = [
-            result_at(context, instruction, form, place, cuts, array.shape)
-            for place, array in enumerate(results)
+            result_at(context, instruction, form, result_number, cuts, array.shape)
+            for result_number, array in enumerate(result_arrays)
         ]
         if terms is None:
             return tuple(held_results)
@@ -82,8 +86,9 @@ def _terms_over(
     node: Node,
     over: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """For each part of the dimensions `over`, which are reduced, the devices that choose
-    from it, as a bit mask; `None` if each device chooses from all.
+    """The terms of a choice over the dimensions `over`, which are reduced: for each
+    part of them, the devices that choose from it, as a bit mask. `None` if each device
+    chooses from all.
     """
     terms = None
     for dim in over:
@@ -115,20 +120,22 @@ def _is_choice(module: HloModule, instruction: Instruction) -> bool:
     """
     computation = module.computations[dict(instruction.called)["to_apply"]]
     root = root_of(computation)
-    count = len(root.operands)
+    result_count = len(root.operands)
     if root.opcode != "tuple":
         return False
-    for place, name in enumerate(root.operands):
+    for result_number, name in enumerate(root.operands):
         selected = computation[name]
         if selected.opcode != "select":
             return False
         candidates_ = [computation[operand] for operand in selected.operands[1:]]
-        places = sorted(
+        parameter_numbers = sorted(
             operation.inside
             for operation in candidates_
             if operation.opcode == "parameter"
         )
-        if places != sorted((str(place), str(place + count))):
+        if parameter_numbers != sorted(
+            (str(result_number), str(result_number + result_count))
+        ):
             return False
     return True
 
@@ -136,18 +143,19 @@ def _is_choice(module: HloModule, instruction: Instruction) -> bool:
 def gathered_choices(
     operand: Held,
     along: int,
-    masks: Sequence[int],
+    group_masks: Sequence[int],
     shape: tuple[int, ...],
 ) -> Held | None:
-    """The choices of each group of devices, `masks`, side by side along dimension
-    `along`; `None` if the dimension has more than the choice, or if a group has a
-    choice twice or not at all.
+    """An operand whose terms are choices, after an all-gather puts those of each group
+    of devices side by side along dimension `along`; its shape is `shape` then. `None`
+    if the dimension has more than one choice on a device, or if a group has a choice
+    twice or not at all.
     """
     if operand.shape[along] != 1 or operand.axes[along] is not None:
         return None
-    for mask in masks:
+    for group_mask in group_masks:
         for term in operand.terms or ():
-            if (term & mask).bit_count() != 1:
+            if (term & group_mask).bit_count() != 1:
                 return None
     idiom = Choices(along, operand.reducer)
     return dataclasses.replace(
@@ -173,16 +181,19 @@ def _chosen_again(
     choices = Choices(along, _reducer_text(context.module, instruction))
     if any(array.idiom != choices for array in arrays):
         raise Unjudged("a choice from choices of another kind")
-    first = context.values.nodes[arrays[0].root]
-    chosen = []
-    for place, array in enumerate(arrays):
+    first_node = context.values.nodes[arrays[0].root]
+    held_results = []
+    for result_number, array in enumerate(arrays):
         node = context.values.nodes[array.root]
-        if node.key != (*first.key[:-1], place) or node.operands != first.operands:
+        if (
+            node.key != (*first_node.key[:-1], result_number)
+            or node.operands != first_node.operands
+        ):
             raise Unjudged("a choice from choices of different arrays")
         for other, axis in zip(arrays[0].axes, array.axes, strict=True):
             if other != axis:
                 raise Unjudged("a choice from choices that lie differently")
-        chosen.append(
+        held_results.append(
             dataclasses.replace(
                 array,
                 shape=array.shape[:along] + array.shape[along + 1 :],
@@ -190,7 +201,7 @@ def _chosen_again(
                 idiom=None,
             )
         )
-    return tuple(chosen)
+    return tuple(held_results)
 
 
 def result_at(
@@ -201,12 +212,15 @@ def result_at(
     cuts: Sequence[Cut | None],
     shape: tuple[int, ...],
 ) -> Held:
-    """The result number `place` of an operation with several results, whose dimensions
-    have these cuts. Raises `Unjudged` if the whole program has no such operation.
+    """The result number `place` of an operation with several results, which has the
+    shape `shape` on one device and these cuts. `form` is the form of the operation
+    without the number. Raises `Unjudged` if the whole program has no such operation.
     """
     dims = tuple(range(len(shape)))
-    keyed = Form((*form.key, place), dims, dims)
-    matches = candidates(context, keyed, instruction)
-    if not matches:
+    form_of_result = Form((*form.key, place), dims, dims)
+    value_numbers = candidates(context, form_of_result, instruction)
+    if not value_numbers:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")
-    return held_result(context, keyed, instruction, shape, cuts, matches[0])
+    return held_result(
+        context, form_of_result, instruction, shape, cuts, value_numbers[0]
+    )

@@ -9,10 +9,10 @@ from .values import conditional_key
 from .verdict import Unjudged
 
 
-def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result:
+def branched(context: Context, branch_number: Held, leaves: Sequence[Result]) -> Result:
     """A result of a conditional. `leaves` is what each branch returns in its place, and
-    `chosen` the number that chooses a branch. A branch whose result is wrong or not
-    judged makes it so.
+    `branch_number` is operand 0, which chooses a branch. If the result of a branch is
+    wrong or not judged, so is this.
     """
     for leaf in leaves:
         if not isinstance(leaf, Held):
@@ -22,12 +22,12 @@ def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result
         if not branch.is_finished or branch.idiom is not None or branch.dropped_axes:
             raise Unjudged("a conditional whose branches are unfinished")
     branch_views = [view_of(branch) for branch in branches]
-    key = conditional_key(view_of(chosen), branch_views)
-    matches = context.values.with_key(key)
-    if len(matches) != 1:
+    key = conditional_key(view_of(branch_number), branch_views)
+    value_numbers = context.values.with_key(key)
+    if len(value_numbers) != 1:
         raise Unjudged("no conditional of the whole program has these results")
     shape = branches[0].shape
-    array = context.values.nodes[matches[0]].result
+    array = context.values.nodes[value_numbers[0]].result
     assert array is not None
     cuts = []
     for place in range(len(shape)):

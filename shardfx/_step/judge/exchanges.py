@@ -47,7 +47,7 @@ class Members(NamedTuple):
 
 
 def members_of(context: Context, groups: np.ndarray) -> Members:
-    """The replica groups by device, from an array (groups, members)."""
+    """The replica groups by device, from an array of shape (groups, members)."""
     others = np.zeros((context.devices, groups.shape[1]), np.int64)
     ranks = np.zeros(context.devices, np.int64)
     for group in groups:
@@ -101,7 +101,9 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
 
 
 def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
-    """The device from which each device receives its array; -1 for none."""
+    """The device from which each device receives its array in a permute, by device; -1
+    for none.
+    """
     sources = np.full(context.devices, -1)
     # Pairs of one device are left out of the groups.
     text = instruction.structure.partition("source_target_pairs={")[2]
@@ -117,7 +119,9 @@ def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
 
 
 def _sends_holes(operand: Held, sources: np.ndarray) -> bool:
-    """Whether a permute sends holes."""
+    """Whether a permute sends a hole from any device. `sources` has the device from
+    which each device receives; -1 for none.
+    """
     senders = sources[sources >= 0]
     return any(
         bool((axis.cut.starts[senders] == HOLE).any())
@@ -127,8 +131,8 @@ def _sends_holes(operand: Held, sources: np.ndarray) -> bool:
 
 
 def _with_zeros(operand: Held) -> Fills | None:
-    """The numbers in holes after a permute that gives some devices zeros. These have
-    holes along all dimensions, and zeros along those that had none.
+    """What the holes are filled with after a permute that gives some devices zeros.
+    Such a device has holes along all dimensions, and zeros along those that had none.
     """
     number = operand.fill_number
     dims = {axis.dim for axis in operand.axes if axis is not None}
@@ -185,8 +189,9 @@ def _require_same_parts(
     along: int | None,
 ) -> None:
     """Raises `Unjudged` if the devices of a group hold different parts in another
-    dimension than `along`. Only where their parts start can differ: a cut has the same
-    lengths on each device.
+    dimension than `along`; `None` for none. `groups` is an array of shape (groups,
+    members). Only where their parts start can differ: a cut has the same lengths on
+    each device.
     """
     for dim, axis in enumerate(operand.axes):
         # Nothing changes along a dimension without an axis: all devices hold the same.
@@ -238,9 +243,9 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
         require_finished(operand, f"an all-reduce by {reducer}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
-    finished = {_spread(term, group_masks) for term in terms}
+    reduced_terms = {_spread(term, group_masks) for term in terms}
     if reducer in _IDEMPOTENT:
-        return _reduced(context, operand, finished, reducer, operand.scale)
+        return _reduced(context, operand, reduced_terms, reducer, operand.scale)
     # How many devices of a group have a term that any of them has.
     holder_counts = {
         (term & group_mask).bit_count() for term in terms for group_mask in group_masks
@@ -269,14 +274,14 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             "constrain the sharding of this line's operands with"
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
-    return _reduced(context, operand, finished, reducer, scale)
+    return _reduced(context, operand, reduced_terms, reducer, scale)
 
 
 def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Held:
     """The same operand of an all-reduce over `groups`, where devices without a term of
     the sum hold what a device of their group holds that has one: they add zeros, so
-    their elements may be any. The partitioner takes a row
-    of a dimension that is cut from the device that has it, and zeros from others.
+    their elements may be any. The partitioner takes a row of a dimension that is cut
+    from the device that has it, and zeros from others.
     """
     if operand.terms is None or operand.reducer != "add":
         return operand
@@ -319,14 +324,16 @@ def _spread(term: int, group_masks: Sequence[int]) -> int:
 def _reduced(
     context: Context,
     operand: Held,
-    finished: set[int],
+    reduced_terms: set[int],
     reducer: str,
     scale: Fraction | int,
 ) -> Held:
-    """The operand with the terms that a reduction leaves, of which `finished` has the
-    devices of each.
+    """The operand after a reduction. `reduced_terms` has the devices that have each
+    term then, as bit masks.
     """
-    terms = None if finished == {context.everywhere} else tuple(sorted(finished))
+    terms = (
+        None if reduced_terms == {context.everywhere} else tuple(sorted(reduced_terms))
+    )
     return dataclasses.replace(
         operand,
         terms=terms,
@@ -339,15 +346,15 @@ def _reduced(
 
 
 def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
-    """The sum of parts of a value with zeros elsewhere; `None` if parts overlap, or if
-    they are no rows and columns of a larger part.
+    """The sum over each group of parts of a value with zeros elsewhere; `None` if parts
+    overlap, or if they are no rows and columns of a larger part.
     """
     if operand.terms is not None or operand.scale != 1 or operand.dropped_axes:
         return None
     members = members_of(context, groups)
-    count = groups.shape[1]
+    member_count = groups.shape[1]
     axes: list[Axis | None] = []
-    patterns: list[np.ndarray] = []
+    element_masks: list[np.ndarray] = []
     for axis in operand.axes:
         if axis is None:
             axes.append(None)
@@ -357,9 +364,9 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
         if ((indices != HOLE) & (indices != united[:, None])).any():
             return None
         axes.append(Axis(axis.dim, context.cuts.from_indices(united)))
-        patterns.append((indices != HOLE).reshape(len(indices), count, -1))
+        element_masks.append((indices != HOLE).reshape(len(indices), member_count, -1))
     for group in groups.tolist():
-        if not _do_tile(patterns, group[0], count):
+        if not _do_tile(element_masks, group[0], member_count):
             return None
     return dataclasses.replace(
         operand,
@@ -369,21 +376,26 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
     )
 
 
-def _do_tile(patterns: Sequence[np.ndarray], device: int, count: int) -> bool:
+def _do_tile(
+    element_masks: Sequence[np.ndarray],
+    device: int,
+    member_count: int,
+) -> bool:
     """Whether the parts of the members of a device's group are disjoint, and together
-    all rows times all columns that any of them has. `patterns` has a mask of each
-    dimension's indices, for each device and member.
+    all rows times all columns that any of them has. `element_masks` has an array for
+    each dimension, of shape (devices, members, positions): where a member of the
+    device's group has an element.
     """
-    masks = [pattern[device] for pattern in patterns]
-    total = 0
-    for member in range(count):
-        sizes = [int(mask[member].sum()) for mask in masks]
-        total += int(np.prod(sizes))
+    member_masks = [pattern[device] for pattern in element_masks]
+    element_count = 0
+    for member in range(member_count):
+        part_sizes = [int(mask[member].sum()) for mask in member_masks]
+        element_count += int(np.prod(part_sizes))
         for other in range(member):
-            if all((mask[member] & mask[other]).any() for mask in masks):
+            if all((mask[member] & mask[other]).any() for mask in member_masks):
                 return False
-    together = [int(mask.any(axis=0).sum()) for mask in masks]
-    return total == int(np.prod(together))
+    united_sizes = [int(mask.any(axis=0).sum()) for mask in member_masks]
+    return element_count == int(np.prod(united_sizes))
 
 
 def reduce_scatter(context: Context, instruction: Instruction, operand: Held) -> Held:
@@ -403,22 +415,22 @@ def reduce_scatter(context: Context, instruction: Instruction, operand: Held) ->
 
 
 def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Held:
-    """The exchange of the parts of dimension k, one for each member of a group: part j
-    comes from member j, which sends the part at the receiver's own rank. So the
+    """The exchange of the parts of one dimension, one for each member of a group: part
+    j comes from member j, which sends the part at the receiver's own rank. So the
     dimension numbers the members afterwards, and what differs between the senders
     changes along it.
     """
     groups = groups_in(context, instruction)
     members = members_of(context, groups)
-    (split,) = numbers(instruction, "dimensions")
-    count = groups.shape[1]
+    (split_dim,) = numbers(instruction, "dimensions")
+    member_count = groups.shape[1]
     require_finished(operand, "all-to-all")
-    if operand.shape[split] != count:
-        return _all_to_all_in_place(context, operand, split, members)
+    if operand.shape[split_dim] != member_count:
+        return _all_to_all_in_place(context, operand, split_dim, members)
     axes: list[Axis | None] = list(operand.axes)
     dropped_axes = list(operand.dropped_axes)
-    split_axis = operand.axes[split]
-    axes[split] = None
+    split_axis = operand.axes[split_dim]
+    axes[split_dim] = None
     # What differs between the senders of a device, with its dimension of the value: its
     # indices, an array (devices, members).
     varying: list[tuple[int, np.ndarray]] = []
@@ -434,7 +446,7 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
         else:
             varying.append((split_axis.dim, received))
     for place, axis in enumerate(operand.axes):
-        if place == split or axis is None:
+        if place == split_dim or axis is None:
             continue
         starts = axis.cut.starts[members.others]
         if (starts == starts[:, :1]).all():
@@ -449,7 +461,7 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     if len(varying) > 1:
         raise Unjudged("an all-to-all of several dimensions")
     for dim, starts in varying:
-        axes[split] = Axis(dim, context.cuts.from_indices(starts))
+        axes[split_dim] = Axis(dim, context.cuts.from_indices(starts))
     held = dataclasses.replace(
         operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes), known_numbers=None
     )
@@ -461,28 +473,28 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
 def _all_to_all_in_place(
     context: Context,
     operand: Held,
-    split: int,
+    split_dim: int,
     members: Members,
 ) -> Held:
-    """As `all_to_all`, where dimension `split` has several rows for each member, and
-    keeps its size.
+    """As `all_to_all`, where dimension `split_dim` has several positions for each
+    member, and keeps its size.
     """
-    count = members.others.shape[1]
+    member_count = members.others.shape[1]
     for place, axis in enumerate(operand.axes):
-        if axis is None or place == split:
+        if axis is None or place == split_dim:
             continue
         starts = axis.cut.starts[members.others]
         if (starts != starts[:, :1]).any():
             raise Unjudged("an all-to-all of several dimensions")
-    axis = operand.axes[split]
+    axis = operand.axes[split_dim]
     if axis is None:
         return operand
-    if operand.shape[split] % count:
+    if operand.shape[split_dim] % member_count:
         raise Unjudged("an all-to-all of unequal parts")
     indices = context.cuts.indices(axis.cut)
-    parts = indices.reshape(context.devices, count, -1)
+    parts = indices.reshape(context.devices, member_count, -1)
     received = parts[members.others, members.ranks[:, None]]
     cut = context.cuts.from_indices(received.reshape(context.devices, -1))
     return dataclasses.replace(
-        with_axis(operand, split, Axis(axis.dim, cut)), known_numbers=None
+        with_axis(operand, split_dim, Axis(axis.dim, cut)), known_numbers=None
     )

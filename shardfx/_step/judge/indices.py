@@ -44,7 +44,7 @@ class _LookupDims(NamedTuple):
 
 
 def _lookup_of(instruction: Instruction) -> _LookupDims:
-    """The dimensions of a gather or a scatter."""
+    """The dimensions of a gather or a scatter, from its attributes."""
     is_gather = instruction.opcode == "gather"
     names = (
         (
@@ -63,15 +63,15 @@ def _lookup_of(instruction: Instruction) -> _LookupDims:
             "scatter_indices_batching_dims",
         )
     )
-    lists = [numbers(instruction, name) for name in names]
-    vector = int(attribute(instruction, "index_vector_dim"))
+    dims_of_names = [numbers(instruction, name) for name in names]
+    vector_dim = int(attribute(instruction, "index_vector_dim"))
     return _LookupDims(
-        offset=lists[0],
-        collapsed=lists[1],
-        start=lists[2],
-        batch=lists[3],
-        index_batch=lists[4],
-        vector=vector,
+        offset=dims_of_names[0],
+        collapsed=dims_of_names[1],
+        start=dims_of_names[2],
+        batch=dims_of_names[3],
+        index_batch=dims_of_names[4],
+        vector=vector_dim,
     )
 
 
@@ -133,33 +133,34 @@ def _gathered(
     table: Held,
     index: Held,
     raw_index: Held,
-    number: int,
+    value_number: int,
     shape: tuple[int, ...],
 ) -> Held:
-    """As `gather`, as the value `number` of the whole program, of the shape `shape` on
-    one device. `raw_index` are the indices with what was done to them, and `index` is
-    without it.
+    """As `gather`, as the value `value_number` of the whole program, of the shape
+    `shape` on one device. `table` is the array in which the indices are looked up.
+    `raw_index` are the indices with what was done to them, such as a shift, and `index`
+    is without it.
     """
-    node = context.values.nodes[number]
+    node = context.values.nodes[value_number]
     assert node.instruction is not None
     lookup = _lookup_of(instruction)
-    sizes = numbers(instruction, "slice_sizes")
-    whole_sizes = numbers(node.instruction, "slice_sizes")
-    shift = _shift_of(context, raw_index, len(lookup.start))
+    slice_sizes = numbers(instruction, "slice_sizes")
+    whole_slice_sizes = numbers(node.instruction, "slice_sizes")
+    offsets = _shift_of(context, raw_index, len(lookup.start))
     table_shape = node.operands[0].shape
     # For each dimension of the result, its cut, and the axis of the indices.
     cuts: list[Cut | None] = [None] * len(shape)
     index_axes: list[Axis | None] = [None] * len(shape)
     # The dimensions that number the windows, in the indices and in the result.
-    rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
-    batch = [dim for dim in range(len(shape)) if dim not in lookup.offset]
+    row_dims = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
+    batch_places = [dim for dim in range(len(shape)) if dim not in lookup.offset]
     _require_whole_columns(context, index, lookup, node)
-    for place, row in zip(batch, rows, strict=True):
+    for place, row in zip(batch_places, row_dims, strict=True):
         axis = index.axes[row]
         cuts[place] = None if axis is None else axis.cut
         index_axes[place] = axis
     for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
-        place = batch[rows.index(row)]
+        place = batch_places[row_dims.index(row)]
         axes = [table.axes[dim], index.axes[row]]
         cuts[place] = joined_cut(
             context, "gather, along a batch dimension,", place, axes
@@ -168,19 +169,26 @@ def _gathered(
     window_dims = [dim for dim in range(len(table.shape)) if dim not in dropped_dims]
     for place, dim in zip(lookup.offset, window_dims, strict=True):
         axis = table.axes[dim]
-        if whole_sizes[dim] == table_shape[dim] and sizes[dim] == table.shape[dim]:
+        if (
+            whole_slice_sizes[dim] == table_shape[dim]
+            and slice_sizes[dim] == table.shape[dim]
+        ):
             cuts[place] = None if axis is None else axis.cut
-        elif sizes[dim] == whole_sizes[dim]:
-            cuts[place] = context.cuts.whole(sizes[dim])
+        elif slice_sizes[dim] == whole_slice_sizes[dim]:
+            cuts[place] = context.cuts.whole(slice_sizes[dim])
         else:
             raise Unjudged("a gather of windows that are cut")
-    bounds = _bounds(context, table, table_shape, lookup, sizes, whole_sizes, shift)
+    bounds = _bounds(
+        context, table, table_shape, lookup, slice_sizes, whole_slice_sizes, offsets
+    )
     form = form_in(context, instruction, [table, index], shape)
-    held = held_result(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, value_number)
     held = held.with_sums_of(table)
     clamp: tuple[int, ...] = ()
     if bounds.is_cut or _is_clamped(raw_index):
-        last_starts = [table_shape[dim] - whole_sizes[dim] for dim in lookup.start]
+        last_starts = [
+            table_shape[dim] - whole_slice_sizes[dim] for dim in lookup.start
+        ]
         clamp = _required_clamp(raw_index, bounds, last_starts)
     if not bounds.is_cut:
         return held
@@ -205,11 +213,11 @@ def _required_clamp(
 ) -> tuple[int, ...]:
     """The bound of each column to which indices are clamped. Raises `Unjudged` unless
     that is as the whole program does it, to `last_starts` for each column, and then to
-    no less than what a device holds.
+    no less than what a device holds, which is in `bounds`.
     """
     idiom = raw_index.idiom
-    has_shift = isinstance(idiom, Shifted) or not bounds.is_cut
-    if not isinstance(idiom, Clamped | Shifted) or idiom.high is None or not has_shift:
+    is_shifted = isinstance(idiom, Shifted) or not bounds.is_cut
+    if not isinstance(idiom, Clamped | Shifted) or idiom.high is None or not is_shifted:
         raise Unjudged("a lookup by indices that are not clamped")
     # Equal bounds are right also where the last dimension is not that of the columns.
     have_one_bound = len({*idiom.high, *last_starts}) == 1
@@ -252,8 +260,8 @@ def _bounds(
     and in the whole program, and `shift` is what was subtracted from the indices.
     """
     columns = len(lookup.start)
-    lows = np.zeros((context.devices, columns), np.int64)
-    highs = np.zeros((context.devices, columns), np.int64)
+    first_starts = np.zeros((context.devices, columns), np.int64)
+    last_starts = np.zeros((context.devices, columns), np.int64)
     is_cut = False
     for column, dim in enumerate(lookup.start):
         axis, size = table.axes[dim], table_shape[dim]
@@ -277,13 +285,13 @@ def _bounds(
             if shift is None:
                 raise Unjudged("a lookup, by plain indices, in a dimension that is cut")
             raise Unjudged("a lookup by indices with other offsets than the table's")
-        lows[:, column] = starts
-        highs[:, column] = starts + table.shape[dim] - sizes[dim]
+        first_starts[:, column] = starts
+        last_starts[:, column] = starts + table.shape[dim] - sizes[dim]
         if is_cut:
             # Of a shard that is padded, no index is in the padding.
             last = size - whole_sizes[dim]
-            highs[:, column] = np.minimum(highs[:, column], last)
-    return _Bounds(lows, highs, is_cut)
+            last_starts[:, column] = np.minimum(last_starts[:, column], last)
+    return _Bounds(first_starts, last_starts, is_cut)
 
 
 def scatter(
@@ -318,24 +326,27 @@ def _scattered(
     raw_index: Held,
     number: int,
 ) -> Held:
-    """As `scatter`, as the value `number` of the whole program. `raw_index` are the
-    indices with what was done to them, and those in `operands` are without it.
+    """As `scatter`, as the value `number` of the whole program. `operands` are the
+    array, the indices and the updates. `raw_index` are the indices with what was done
+    to them, and those in `operands` are without it.
     """
     table, index, updates = operands
     node = context.values.nodes[number]
     lookup = _lookup_of(instruction)
     reducer = reducer_of(context.module, instruction)
-    rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
-    batch = [dim for dim in range(len(updates.shape)) if dim not in lookup.offset]
+    row_dims = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
+    batch_places = [
+        dim for dim in range(len(updates.shape)) if dim not in lookup.offset
+    ]
     # The dimension of the updates for each dimension of the indices.
-    place_of_row = dict(zip(rows, batch, strict=True))
+    place_of_row = dict(zip(row_dims, batch_places, strict=True))
     dropped_dims = lookup.collapsed + lookup.batch
-    windows = [dim for dim in range(len(table.shape)) if dim not in dropped_dims]
+    window_dims = [dim for dim in range(len(table.shape)) if dim not in dropped_dims]
     _require_whole_columns(context, index, lookup, node)
-    cuts = _cuts_of_table(context, operands, node, lookup, windows, place_of_row)
+    cuts = _cuts_of_table(context, operands, node, lookup, window_dims, place_of_row)
     terms = _terms_over_indices(context, operands, node, lookup, place_of_row)
     _require_own_rows(
-        context, instruction, table, raw_index, lookup, windows, node, cuts
+        context, instruction, table, raw_index, lookup, window_dims, node, cuts
     )
     is_unfinished = terms is not None or updates.scale != 1
     if is_unfinished and reducer in _IDEMPOTENT:
@@ -365,7 +376,8 @@ def _cuts_of_table(
 ) -> list[Cut | None]:
     """The cuts of the array into which a scatter writes, joined with those of indices
     and updates in the dimensions that they have in common: those of a batch, and those
-    of `windows` that an update covers.
+    of `windows` that an update covers. `place_of_row` has the dimension of the updates
+    for each dimension of the indices.
     """
     table, index, updates = operands
     table_shape = node.operands[0].shape
@@ -394,6 +406,7 @@ def _terms_over_indices(
 ) -> tuple[int, ...] | None:
     """The terms of the sum over the indices that are scattered, times those that the
     updates have; `None` if each device scatters whole updates at all indices.
+    `place_of_row` has the dimension of the updates for each dimension of the indices.
     """
     _, index, updates = operands
     update_shape = node.operands[2].shape
@@ -421,11 +434,12 @@ def _require_own_rows(
     node: Node,
     cuts: list[Cut | None],
 ) -> None:
-    """Raises `Unjudged` unless the offsets of the indices are those of the parts of the
-    array that devices hold. What falls outside is another device's and is dropped. Sets
-    the cuts in `cuts` of dimensions along which nothing changes, such as zeros.
+    """Raises `Unjudged` unless the offsets of the indices are where the parts of the
+    array start that devices hold. What falls outside is another device's and is
+    dropped. `windows` are the dimensions of the array that the updates have. Sets in
+    `cuts` those of dimensions along which nothing changes, such as zeros.
     """
-    shift = _shift_of(context, raw_index, len(lookup.start))
+    shifts = _shift_of(context, raw_index, len(lookup.start))
     table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
     for column, dim in enumerate(lookup.start):
         size = table_shape[dim]
@@ -434,8 +448,8 @@ def _require_own_rows(
             if update_shape[place] == size:
                 continue
         offsets = np.zeros(context.devices, np.int64)
-        if shift is not None:
-            offsets = shift[:, column]
+        if shifts is not None:
+            offsets = shifts[:, column]
         axis = table.axes[dim]
         if axis is None and table.shape[dim] != size:
             # Zeros fit any part.
@@ -454,7 +468,7 @@ def _require_own_rows(
             raise Unjudged("a scatter into a dimension in pieces")
         starts = cut.starts[:, 0]
         if (starts != offsets).any():
-            if shift is None:
+            if shifts is None:
                 raise Unjudged(
                     "a scatter, by plain indices, into a dimension that is cut"
                 )
@@ -490,8 +504,8 @@ def _require_no_slice_before(context: Context, instruction: Instruction) -> None
 
 
 def _is_box(context: Context, cut: Cut, size: int) -> bool:
-    """Whether each device holds neighbours, and perhaps padding beyond the end of the
-    dimension.
+    """Whether a cut has one segment of neighbours on each device, and perhaps padding
+    beyond the end of the dimension.
     """
     if len(cut.lengths) == 1:
         return not cut.has_holes and (cut.step == 1 or cut.size == 1)

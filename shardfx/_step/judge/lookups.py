@@ -93,9 +93,9 @@ def viewed(
     operand: Held,
     result: Held,
 ) -> Held:
-    """The result of a broadcast, a transpose or a reshape of a step of a lookup, whose
-    numbers say what positions hold. Raises `Unjudged` if they do not say it of the
-    result.
+    """The result of a broadcast, a transpose or a reshape of an operand that is a step
+    of a lookup. `result` is what the usual rule makes of it. Raises `Unjudged` if the
+    columns of its indices are no longer the last dimension.
     """
     idiom = operand.idiom
     opcode = instruction.opcode
@@ -111,13 +111,13 @@ def viewed(
 
 
 def _are_alike(idiom: "Clamped | Shifted | Side | Outside") -> bool:
-    """Whether the columns of indices have the same numbers, so that any dimension may
-    have them.
+    """Whether all columns of indices have the same limits, so that it does not matter
+    which dimension has them.
     """
-    for table in idiom:
-        if isinstance(table, np.ndarray) and (table != table[:, :1]).any():
+    for limits in idiom:
+        if isinstance(limits, np.ndarray) and (limits != limits[:, :1]).any():
             return False
-        if isinstance(table, tuple) and len(set(table)) > 1:
+        if isinstance(limits, tuple) and len(set(limits)) > 1:
             return False
     return True
 
@@ -132,20 +132,20 @@ def _require_last_dim_kept(
     """
     is_kept = operand.shape[-1:] == result.shape[-1:]
     if instruction.opcode != "reshape":
-        order = numbers(instruction, "dimensions")
+        dims = numbers(instruction, "dimensions")
         ranks = (len(operand.shape), len(result.shape))
         if instruction.opcode == "transpose":
-            is_kept = order[-1:] == (ranks[0] - 1,)
+            is_kept = dims[-1:] == (ranks[0] - 1,)
         else:
-            is_kept = order[-1:] == (ranks[1] - 1,)
+            is_kept = dims[-1:] == (ranks[1] - 1,)
     if not is_kept:
         raise Unjudged(f"a {instruction.opcode} of the columns of indices")
 
 
 def numbers_by_column(table: np.ndarray | None, held: Held) -> np.ndarray | None:
-    """Known numbers as an array (devices, columns), where the columns are the last
-    dimension of `held`. `None` if they are no integers or predicates, or change along
-    another dimension.
+    """The known numbers `table` as an array of shape (devices, columns), where the
+    columns are the last dimension of `held`. `None` if they are no integers or
+    predicates, or change along another dimension.
     """
     if table is None or table.dtype.kind not in "iub":
         return None
@@ -202,8 +202,9 @@ def lookup_step(
 
 
 def _clamped(operands: Sequence[Held]) -> Held | None:
-    """Indices clamped between 0 and a number for each column, the same on each device;
-    `None` if the operands are none.
+    """Indices clamped between 0 and a number for each column, the same on each device.
+    `operands` are those of a `clamp`: the low bounds, the indices and the high bounds.
+    `None` if they are not of this kind.
     """
     low, index, high = operands
     limits = numbers_by_column(high.known_numbers, index)
@@ -222,8 +223,8 @@ def _clamped(operands: Sequence[Held]) -> Held | None:
 
 
 def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
-    """Clamped indices that are clamped again, to what each device holds; `None` if the
-    operands are none.
+    """Clamped indices that are clamped again, to what each device holds. `operands` are
+    those of a `clamp`; `None` if their bounds are not known.
     """
     low, index, last = operands
     assert isinstance(index.idiom, Clamped)
@@ -245,7 +246,7 @@ def _clamp_of(index: Held) -> tuple[int, ...] | None:
 
 
 def _shifted(operands: Sequence[Held]) -> Held | None:
-    """Indices minus an offset on each device; `None` if the operands are none."""
+    """Indices minus an offset on each device; `None` if the offset is not known."""
     index, offset = operands
     offsets = numbers_by_column(offset.known_numbers, index)
     if offsets is None or index.root < 0 or not index.is_finished:
@@ -341,10 +342,10 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
     if mask.root != lookup.indices:
         raise Unjudged("a mask of other indices than those of the lookup")
     for place, axis in enumerate(lookup.axes):
-        other = mask.axes[place]
-        if axis != other and not (axis is None or other is None):
+        mask_axis = mask.axes[place]
+        if axis != mask_axis and not (axis is None or mask_axis is None):
             raise Unjudged("a mask that lies differently than its indices")
-        if axis is not None and other is None and fetched.shape[place] > 1:
+        if axis is not None and mask_axis is None and fetched.shape[place] > 1:
             raise Unjudged("a mask that lies differently than its indices")
     if outside.clamp != lookup.clamp:
         raise Unjudged("a mask of indices that are clamped otherwise")
@@ -352,11 +353,11 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
         raise Unjudged("a mask of other columns")
     if (outside.low != lookup.low).any() or (outside.high != lookup.high).any():
         raise Unjudged("a mask of other indices than those that a device holds")
-    rows: dict[bytes, int] = {}
+    devices_by_low: dict[bytes, int] = {}
     for device in range(context.devices):
         key = lookup.low[device].tobytes()
-        rows[key] = rows.get(key, 0) | 1 << device
-    masks = tuple(sorted(rows.values()))
-    masks_or_none = None if masks == (context.everywhere,) else masks
-    terms = product_of_terms(context.everywhere, masks_or_none, fetched.terms)
+        devices_by_low[key] = devices_by_low.get(key, 0) | 1 << device
+    device_masks = tuple(sorted(devices_by_low.values()))
+    lookup_terms = None if device_masks == (context.everywhere,) else device_masks
+    terms = product_of_terms(context.everywhere, lookup_terms, fetched.terms)
     return dataclasses.replace(fetched, terms=terms, reducer="add", idiom=None)

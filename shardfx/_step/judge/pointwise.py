@@ -145,21 +145,23 @@ def _matched(
     shape: tuple[int, ...],
 ) -> Held | None:
     """The result if the whole program has this operation on the same values; `None` if
-    it has not.
+    it has not. Its shape is `shape` on one device.
     """
     form = form_in(context, instruction, operands, shape)
-    number = node_for(context, form, instruction)
+    value_number = node_for(context, form, instruction)
     fault: Wrong | None = None
-    if number is not None:
+    if value_number is not None:
         try:
             rule = ft.partial(
-                joined, context, instruction, operands, shape, form, number
+                joined, context, instruction, operands, shape, form, value_number
             )
-            return remembered(context, instruction, operands, number, rule)
+            return remembered(context, instruction, operands, value_number, rule)
         except Wrong as error:
             fault = error
-    for other, expressed_operands in matches_by_name(context, instruction, operands):
-        if other == number:
+    for other_number, expressed_operands in matches_by_name(
+        context, instruction, operands
+    ):
+        if other_number == value_number:
             continue
         expressed_form = form_in(context, instruction, expressed_operands, shape)
         if node_for(context, expressed_form, instruction) is None:
@@ -183,25 +185,25 @@ def _scaled(
     quotients by constants, since compilers multiply the constants; `None` if it is
     none.
     """
-    error = ROUNDING.get(arrays_in(instruction.result)[0].dtype)
-    if error is None:
+    relative_error = ROUNDING.get(arrays_in(instruction.result)[0].dtype)
+    if relative_error is None:
         return None
-    for operand, factor in (operands, operands[::-1]):
-        multiplier = constant_number(factor)
+    for operand, constant in (operands, operands[::-1]):
+        multiplier = constant_number(constant)
         if (
             multiplier is None
             or operand.known_numbers is not None
             or operand.dropped_axes
         ):
             continue
-        for number in _scalings(context, instruction):
-            whole_factor = context.values.factors_of(number).get(operand.root)
+        for value_number in _scalings(context, instruction):
+            whole_factor = context.values.factors_of(value_number).get(operand.root)
             if whole_factor is None:
                 continue
-            if not math.isclose(whole_factor, multiplier, rel_tol=error):
+            if not math.isclose(whole_factor, multiplier, rel_tol=relative_error):
                 continue
             fill = operand.fill if operand.fill == 0 else None
-            return dataclasses.replace(operand.of_value(number), fill=fill)
+            return dataclasses.replace(operand.of_value(value_number), fill=fill)
     return None
 
 
@@ -226,8 +228,9 @@ def joined(
     form: Form | None = None,
     number: int | None = None,
 ) -> Held:
-    """The result of operands that hold the same elements on each device. Raises `Wrong`
-    if they hold different ones.
+    """The result of operands that hold the same elements on each device, as the value
+    `number` of the whole program; by its form if that is `None`. Raises `Wrong` if they
+    hold different ones.
     """
     opcode = instruction.opcode
     if form is None:
@@ -260,34 +263,36 @@ class _Sums(NamedTuple):
 
 
 def _sums(opcode: str, dtype: str, operands: Sequence[Held]) -> _Sums:
-    """The unfinished sums of the result of an operation. Raises `Wrong` if it needs the
-    whole of an operand that is unfinished.
+    """The unfinished sums of the result of an operation with this opcode and result
+    type. Raises `Wrong` if it needs the whole of an operand that is unfinished.
     """
     if all(operand.is_finished for operand in operands):
         return _Sums()
-    counted = [operand for operand in operands if not is_zero(operand)]
-    states = {(operand.terms, operand.reducer, operand.scale) for operand in counted}
-    parts = [operand for operand in counted if not operand.is_finished]
-    if not parts:
+    nonzero_operands = [operand for operand in operands if not is_zero(operand)]
+    sum_states = {
+        (operand.terms, operand.reducer, operand.scale) for operand in nonzero_operands
+    }
+    unfinished = [operand for operand in nonzero_operands if not operand.is_finished]
+    if not unfinished:
         return _Sums()
-    part = parts[0]
-    sums_of_part = _Sums(part.terms, part.reducer, part.scale)
+    first = unfinished[0]
+    sums_of_part = _Sums(first.terms, first.reducer, first.scale)
     is_float = dtype.startswith(("f", "bf", "c"))
     if opcode == "convert" and not is_float:
         # Parts that are rounded to integers are no parts of a rounded sum.
         raise Unjudged("a conversion of an unfinished reduction to integers")
-    if len(states) == 1 and (
+    if len(sum_states) == 1 and (
         len(operands) == 1
         and opcode in ("convert", "copy")
-        or part.reducer == "add"
+        or first.reducer == "add"
         and opcode in _LINEAR
-        or part.reducer == opcode
+        or first.reducer == opcode
     ):
         return sums_of_part
-    is_linear = _is_linear_in(opcode, is_float, operands, part)
-    if part.reducer == "add" and len(parts) == 1 and is_linear:
+    is_linear = _is_linear_in(opcode, is_float, operands, first)
+    if first.reducer == "add" and len(unfinished) == 1 and is_linear:
         return sums_of_part
-    for operand in parts:
+    for operand in unfinished:
         require_finished(operand, opcode)
     raise AssertionError("an unfinished operand is refused")
 
@@ -298,8 +303,9 @@ def _is_linear_in(
     operands: Sequence[Held],
     part: Held,
 ) -> bool:
-    """Whether an operation on a part of a sum makes the part of its result: the other
-    operands are whole.
+    """Whether an operation on `part`, which holds a term of a sum, makes the term of
+    its result. The other operands are whole, and `is_float` says whether the result has
+    floating-point numbers.
     """
     if opcode == "multiply":
         return True
@@ -312,8 +318,8 @@ def _is_linear_in(
 
 
 def _have_holes_of(held: Held, operands: Sequence[Held]) -> bool:
-    """Whether the operands with holes have those of the result: an operand may have
-    elements in the holes of another.
+    """Whether each operand with holes has the same holes as the result `held`. It has
+    not, where another operand has elements in the place of its holes.
     """
     for operand in operands:
         if not operand.has_holes:
@@ -363,38 +369,43 @@ def _known_result(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> np.ndarray | None:
-    """The numbers of the result; `None` if those of an operand are not known, or no
-    rule computes them exactly.
+    """The known numbers of the result, an array of shape (devices, 1 or size, ...);
+    `None` if those of an operand are not known, or no rule computes them exactly.
     """
-    numbers = [
+    operand_numbers = [
         operand.known_numbers
         for operand in operands
         if operand.known_numbers is not None
     ]
-    if len(numbers) != len(operands):
+    if len(operand_numbers) != len(operands):
         return None
     opcode = instruction.opcode
-    size = np.prod(
-        [max(sizes) for sizes in zip(*[array.shape for array in numbers], strict=True)]
+    result_size = np.prod(
+        [
+            max(sizes)
+            for sizes in zip(*[array.shape for array in operand_numbers], strict=True)
+        ]
     )
-    if size > MOST_KNOWN:
+    if result_size > MOST_KNOWN:
         return None
     dtype = arrays_in(instruction.result)[0].dtype
     if opcode == "convert":
-        return _unless_wrapped(_converted(numbers[0], dtype), dtype)
+        return _unless_wrapped(_converted(operand_numbers[0], dtype), dtype)
     compute = _NUMBERS.get(opcode)
     if opcode == "compare":
         compute = _COMPARED[attribute(instruction, "direction")]
-    is_float = any(array.dtype.kind == "f" for array in numbers)
+    is_float = any(array.dtype.kind == "f" for array in operand_numbers)
     if opcode in ("divide", "remainder") and not is_float:
-        return _unless_wrapped(_divided(opcode, numbers[0], numbers[1]), dtype)
+        return _unless_wrapped(
+            _divided(opcode, operand_numbers[0], operand_numbers[1]), dtype
+        )
     if compute is None or (is_float and opcode not in ("select", "compare", "add")):
         return None
     if opcode == "not" and dtype != "pred":
         return None
-    if opcode == "shift-right-logical" and (numbers[0] < 0).any():
+    if opcode == "shift-right-logical" and (operand_numbers[0] < 0).any():
         return None
-    return _unless_wrapped(compute(*numbers), dtype)
+    return _unless_wrapped(compute(*operand_numbers), dtype)
 
 
 def _unless_wrapped(computed: np.ndarray | None, dtype: str) -> np.ndarray | None:
@@ -421,14 +432,20 @@ def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
     return numbers.astype(np.float64) if dtype.startswith(("f", "bf")) else None
 
 
-def _divided(opcode: str, dividend: np.ndarray, other: np.ndarray) -> np.ndarray | None:
+def _divided(
+    opcode: str,
+    dividend: np.ndarray,
+    divisor: np.ndarray,
+) -> np.ndarray | None:
     """A quotient or a remainder of integers, which HLO rounds to zero; `None` for a
     division by zero.
     """
-    if (other == 0).any():
+    if (divisor == 0).any():
         return None
-    quotient = np.sign(dividend) * np.sign(other) * (np.abs(dividend) // np.abs(other))
-    return quotient if opcode == "divide" else dividend - quotient * other
+    quotient = (
+        np.sign(dividend) * np.sign(divisor) * (np.abs(dividend) // np.abs(divisor))
+    )
+    return quotient if opcode == "divide" else dividend - quotient * divisor
 
 
 def _of_device_numbers(
@@ -438,7 +455,9 @@ def _of_device_numbers(
     shape: tuple[int, ...],
     table: np.ndarray | None,
 ) -> Held:
-    """The result of an operation with a number that only one device's program has."""
+    """The result of an operation with an operand that only one device's program has.
+    `table` has the known numbers of the result; `None` if it has none.
+    """
     masked = selected_by_mask(context, instruction, operands, shape)
     if masked is not None:
         return masked
@@ -456,8 +475,9 @@ def from_known(
     shape: tuple[int, ...],
     operands: Sequence[Held] = (),
 ) -> Held:
-    """Numbers of one device's program. Those that come from an iota are its elements:
-    the partitioner writes the iota of a shard as a small one plus an offset.
+    """What devices hold of an array with the known numbers `table`, of the program of
+    one device. Those that come from an operand that is an iota are its elements: the
+    partitioner writes the iota of a shard as a small one plus an offset.
     """
     varying = [dim for dim in range(len(shape)) if table.shape[1 + dim] > 1]
     for operand in operands:

@@ -73,7 +73,9 @@ class Updated(NamedTuple):
 
 
 def both_sides(operands: Sequence[Held]) -> Held | None:
-    """The `and` of two sides, or of such a mask and `true`; `None` if it is none."""
+    """The `and` of two sides of one index, or of a mask and `true`; `None` for other
+    operands.
+    """
     first, other = operands
     for mask, constant in ((first, other), (other, first)):
         if isinstance(mask.idiom, Side | Inside) and constant_number(constant) == 1:
@@ -94,8 +96,8 @@ def both_sides(operands: Sequence[Held]) -> Held | None:
 
 
 def chosen_row(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
-    """A `select` by such a mask: a row, or the end of an update. `offsets` is what was
-    subtracted from the index that is selected; `None` if nothing was.
+    """A `select` by the mask `Inside`: a `Row`, or the end of an update. `offsets` is
+    what was subtracted from the index that is selected; `None` if nothing was.
     """
     mask, first, other = operands
     inside = mask.idiom
@@ -149,27 +151,31 @@ def update_row(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
-    """A shard with another row, before a mask says which devices have the row."""
-    shard, update, *places = operands
-    rows = [dim for dim, place in enumerate(places) if isinstance(place.idiom, Row)]
-    if len(rows) != 1 or any(
+    """A shard with another row, before a mask says which devices have the row. One
+    index is a `Row`; the result has the idiom `Updated`.
+    """
+    shard, update, *index_operands = operands
+    row_dims = [
+        dim for dim, place in enumerate(index_operands) if isinstance(place.idiom, Row)
+    ]
+    if len(row_dims) != 1 or any(
         operand.idiom is not None or not operand.is_finished
         for operand in (shard, update)
     ):
         raise Unjudged("an update, at an index that is computed, of several dimensions")
-    (along,) = rows
-    row = places[along].idiom
+    (along,) = row_dims
+    row = index_operands[along].idiom
     assert isinstance(row, Row)
     axis = shard.axes[along]
     if axis is None or update.shape[along] != 1 or not _has_rows(axis.cut, row):
         raise Unjudged("an update of other rows than those of a shard")
-    index = dataclasses.replace(places[along], idiom=None)
-    indices = [*places[:along], index, *places[along + 1 :]]
+    index = dataclasses.replace(index_operands[along], idiom=None)
+    indices = [*index_operands[:along], index, *index_operands[along + 1 :]]
     whole_operands = [shard, update, *indices]
-    for number, expressed_operands in matched_operands(
+    for value_number, expressed_operands in matched_operands(
         context, instruction, whole_operands
     ):
-        node = context.values.nodes[number]
+        node = context.values.nodes[value_number]
         if (
             expressed_operands[0].axes != shard.axes
             or expressed_operands[0].root != shard.root
@@ -180,7 +186,9 @@ def update_row(
             continue
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
         form = form_in(context, instruction, expressed_operands, shard.shape)
-        result = held_result(context, form, instruction, shard.shape, cuts, number)
+        result = held_result(
+            context, form, instruction, shard.shape, cuts, value_number
+        )
         updated = Updated(index, row.low, row.high, shard, result)
         return dataclasses.replace(shard, idiom=updated, known_numbers=None)
     raise Unjudged("no update of the whole program has these operands")
@@ -201,8 +209,8 @@ def _cuts_of_updated(
     operands: Sequence[Held],
     along: int,
 ) -> list[Cut | None] | None:
-    """The cuts of an updated shard; `None` if the update does not fill all dimensions
-    beside that of the row.
+    """The cuts of a shard after the update `node` of one row in dimension `along`;
+    `None` if the update does not cover all other dimensions.
     """
     shard, update = operands[0], operands[1]
     sizes = node.operands[0].shape

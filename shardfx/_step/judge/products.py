@@ -50,10 +50,14 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             require_finished(operand, "dot")
     matched = matched_operands(context, instruction, operands)
     fault: Wrong | None = None
-    for number, expressed_operands in matched:
+    for value_number, expressed_operands in matched:
         try:
-            rule = ft.partial(_dot, context, instruction, expressed_operands, number)
-            return remembered(context, instruction, expressed_operands, number, rule)
+            rule = ft.partial(
+                _dot, context, instruction, expressed_operands, value_number
+            )
+            return remembered(
+                context, instruction, expressed_operands, value_number, rule
+            )
         except Wrong as error:
             fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
@@ -73,8 +77,8 @@ def _swapped(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held | None:
-    """The result where the whole program transposes the product of the operands in the
-    other order; `None` if it has no such product.
+    """The result, where the whole program computes `other @ first` and transposes it;
+    `None` if it has no such product.
     """
     first, other = operands
     dims = dot_dims(instruction, (len(first.shape), len(other.shape)))
@@ -95,11 +99,11 @@ def _swapped(
             lambda side: "rhs_" if side[0] == "lhs_" else "lhs_", text_of(instruction)
         ),
     )
-    for number, expressed_operands in matched_operands(
+    for value_number, expressed_operands in matched_operands(
         context, exchanged, [other, first]
     ):
         try:
-            held = _dot(context, exchanged, expressed_operands, number)
+            held = _dot(context, exchanged, expressed_operands, value_number)
         except (Wrong, Unjudged):
             continue
         return permuted(held, [order.index(dim) for dim in range(len(order))])
@@ -110,19 +114,19 @@ def _dot(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    number: int | None,
+    value_number: int | None,
 ) -> Held:
-    """The result of a product as the value `number` of the whole program, or as a new
-    one if it is `None`. The sum over a dimension that is cut is unfinished.
+    """The result of a product as the value `value_number` of the whole program, or as a
+    new one if it is `None`. The sum over a dimension that is cut is unfinished.
     """
     shape = arrays_in(instruction.result)[0].shape
-    first, other = operands
-    dims = dot_dims(instruction, (len(first.shape), len(other.shape)))
-    node = None if number is None else context.values.nodes[number]
+    first, second = operands
+    dims = dot_dims(instruction, (len(first.shape), len(second.shape)))
+    node = None if value_number is None else context.values.nodes[value_number]
     terms = None
     scale = Fraction(1)
-    for first_dim, other_dim in dims.contracted:
-        axes = [first.axes[first_dim], other.axes[other_dim]]
+    for first_dim, second_dim in dims.contracted:
+        axes = [first.axes[first_dim], second.axes[second_dim]]
         if axes == [None, None]:
             if node is None:
                 raise Unjudged("a product of broadcasts")
@@ -131,17 +135,17 @@ def _dot(
             scale *= Fraction(first.shape[first_dim], size)
             continue
         cut = contracted_cut(context, operands, axes, first_dim)
-        size = _contracted_size(context, node, first, other, first_dim, other_dim)
-        part = context.cuts.terms(cut, size)
-        terms = product_of_terms(context.everywhere, terms, part)
+        size = _contracted_size(context, node, first, second, first_dim, second_dim)
+        terms_of_dim = context.cuts.terms(cut, size)
+        terms = product_of_terms(context.everywhere, terms, terms_of_dim)
     cuts: list[Cut | None] = []
-    for place, (first_dim, other_dim) in enumerate(dims.batch):
-        axes = [first.axes[first_dim], other.axes[other_dim]]
+    for place, (first_dim, second_dim) in enumerate(dims.batch):
+        axes = [first.axes[first_dim], second.axes[second_dim]]
         cuts.append(joined_cut(context, "dot", place, axes))
-    for operand, free in zip(operands, dims.free, strict=True):
-        cuts += [cut_of(operand.axes[dim]) for dim in free]
+    for operand, free_dims in zip(operands, dims.free, strict=True):
+        cuts += [cut_of(operand.axes[dim]) for dim in free_dims]
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, value_number)
     fill = 0 if _fills_are(operands, 0) else None
     return with_sums(context, held, operands, terms, scale, fill)
 
@@ -152,18 +156,19 @@ def contracted_cut(
     axes: Sequence[Axis | None],
     place: int,
 ) -> Cut:
-    """The cut of a contracted dimension. Where one operand has zeros in holes, the other
-    may have anything finite.
+    """The cut of a contracted dimension, which has these axes in the two operands.
+    Where one operand has zeros in holes, the other may have anything finite. `place` is
+    the dimension in the text of a fault.
     """
-    real = [axis.cut for axis in axes if axis is not None]
-    if len(real) == 2 and any(cut.has_holes for cut in real):
+    present_cuts = [axis.cut for axis in axes if axis is not None]
+    if len(present_cuts) == 2 and any(cut.has_holes for cut in present_cuts):
         if not _fills_are(operands, 0):
             raise Unjudged("a product over padding")
-        both = context.cuts.joined(*real)
-        if both is None:
-            raise disagreement("dot", place, *real)
-        return both
-    if any(cut.has_holes for cut in real) and not _fills_are(operands, 0):
+        common_cut = context.cuts.joined(*present_cuts)
+        if common_cut is None:
+            raise disagreement("dot", place, *present_cuts)
+        return common_cut
+    if any(cut.has_holes for cut in present_cuts) and not _fills_are(operands, 0):
         raise Unjudged("a product over padding")
     cut = joined_cut(context, "dot, over a contracted dimension,", place, axes)
     assert cut is not None
@@ -211,7 +216,8 @@ def with_sums(
     fill: Number | None,
 ) -> Held:
     """The result of an operation that is linear in each operand, with the sums that its
-    operands leave unfinished.
+    operands leave unfinished. `terms` and `scale` are those that the operation adds by
+    itself, and `fill` is the number in its holes.
     """
     for operand in operands:
         terms = product_of_terms(context.everywhere, terms, operand.terms)
@@ -231,20 +237,29 @@ def reduce(
     operands: Sequence[Held],
 ) -> Held:
     """The reduction of one array."""
-    operand, start = operands
+    operand, initial = operands
     reducer = reducer_of(context.module, instruction)
     if operand.terms is not None and operand.reducer != reducer:
         require_finished(operand, "reduce")
     if operand.scale != 1 and reducer != "add":
         require_finished(operand, "reduce")
-    require_finished(start, "reduce")
+    require_finished(initial, "reduce")
     fault: Wrong | None = None
-    for number, expressed_operands in matched_operands(context, instruction, operands):
+    for value_number, expressed_operands in matched_operands(
+        context, instruction, operands
+    ):
         try:
             rule = ft.partial(
-                _reduced, context, instruction, expressed_operands, reducer, number
+                _reduced,
+                context,
+                instruction,
+                expressed_operands,
+                reducer,
+                value_number,
             )
-            return remembered(context, instruction, expressed_operands, number, rule)
+            return remembered(
+                context, instruction, expressed_operands, value_number, rule
+            )
         except Wrong as error:
             fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
@@ -260,19 +275,20 @@ def _reduced(
     instruction: Instruction,
     operands: Sequence[Held],
     reducer: str,
-    number: int | None,
+    value_number: int | None,
 ) -> Held:
-    """The result of a reduction as the value `number` of the whole program, or as a new
-    one if it is `None`. The reduction over a dimension that is cut is unfinished.
+    """The result of a reduction as the value `value_number` of the whole program, or as
+    a new one if it is `None`. `reducer` is the opcode of its function; "" for another.
+    The reduction over a dimension that is cut is unfinished.
     """
-    operand, start = operands
+    operand, initial = operands
     result = arrays_in(instruction.result)[0]
     shape, dtype = result.shape, result.dtype
-    over = numbers(instruction, "dimensions")
-    node = None if number is None else context.values.nodes[number]
+    reduced_dims = numbers(instruction, "dimensions")
+    node = None if value_number is None else context.values.nodes[value_number]
     terms = operand.terms
     scale = Fraction(operand.scale)
-    for place in over:
+    for place in reduced_dims:
         axis = operand.axes[place]
         if axis is None:
             scale *= _share_of_sum(operand, place, node, reducer)
@@ -280,21 +296,28 @@ def _reduced(
         size = _size(context, operand, place, node)
         if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
             raise Unjudged("a reduction over padding")
-        part = context.cuts.terms(axis.cut, size)
-        if part is not None and not reducer:
+        terms_of_dim = context.cuts.terms(axis.cut, size)
+        if terms_of_dim is not None and not reducer:
             raise Unjudged("a reduction, by another function, over a cut dimension")
-        terms = product_of_terms(context.everywhere, terms, part)
+        terms = product_of_terms(context.everywhere, terms, terms_of_dim)
     is_in_parts = terms is not None or scale != 1
-    if is_in_parts and not is_identity(constant_number(start), reducer, dtype):
+    if is_in_parts and not is_identity(constant_number(initial), reducer, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
-    rest = [axis for dim, axis in enumerate(operand.axes) if dim not in over]
+    remaining_axes = [
+        axis for dim, axis in enumerate(operand.axes) if dim not in reduced_dims
+    ]
     form = form_in(context, instruction, operands, shape)
     held = held_result(
-        context, form, instruction, shape, [cut_of(axis) for axis in rest], number
+        context,
+        form,
+        instruction,
+        shape,
+        [cut_of(axis) for axis in remaining_axes],
+        value_number,
     )
     fill = None
     if held.has_holes and reducer == "add":
-        are_zeros = operand.fill == 0 and constant_number(start) == 0
+        are_zeros = operand.fill == 0 and constant_number(initial) == 0
         fill = 0 if are_zeros else None
     return dataclasses.replace(
         held,
@@ -306,7 +329,9 @@ def _reduced(
 
 
 def _size(context: Context, operand: Held, place: int, node: Node | None) -> int:
-    """The size of dimension `place` of an operand in the whole program."""
+    """The size of dimension `place` of an operand in the whole program: of the operand
+    of `node`, or of its own value if that is `None`.
+    """
     if node is not None:
         return node.operands[0].shape[place]
     axis = operand.axes[place]
@@ -324,8 +349,8 @@ def _share_of_sum(
     node: Node | None,
     reducer: str,
 ) -> Fraction:
-    """The share of the whole reduction that each device has, of equal elements along
-    dimension `place`: a sum of fewer elements is a share of it.
+    """How large a share of the whole reduction each device has of equal elements along
+    dimension `place`: 1/2 for a sum of 4 of 8 elements, and 1 for their maximum.
     """
     if node is None:
         raise Unjudged("a reduction of a broadcast")

@@ -24,17 +24,17 @@ def dynamic_update_slice(
     device's own place. Raises `Unjudged` if the place is neither the whole program's
     nor known.
     """
-    operand, update, *places = operands
+    operand, update, *index_operands = operands
     shape = operand.shape
     starts: list[np.ndarray] = []
     is_known = True
-    for place, index in enumerate(places):
-        if shape[place] == update.shape[place]:
+    for dim, index in enumerate(index_operands):
+        if shape[dim] == update.shape[dim]:
             starts.append(np.zeros(context.devices, np.int64))
         elif index.known_numbers is None:
             is_known = False
         else:
-            last_start = shape[place] - update.shape[place]
+            last_start = shape[dim] - update.shape[dim]
             index_numbers = index.known_numbers.reshape(-1).astype(np.int64)
             starts.append(np.clip(index_numbers, 0, last_start))
     if are_of_whole_program(operands):
@@ -53,17 +53,23 @@ def _updated_globally(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held | None:
-    """The result of an update that computes a value of the whole program, or `None`."""
+    """The result of an update that computes a value of the whole program; `None` for
+    others.
+    """
     for index in operands[2:]:
         require_finished(index, "an index")
     shape = operands[0].shape
-    for number, expressed_operands in matched_operands(context, instruction, operands):
+    for value_number, expressed_operands in matched_operands(
+        context, instruction, operands
+    ):
         operand, update = expressed_operands[:2]
-        cuts = _global_cuts(context, operand, update, context.values.nodes[number])
+        cuts = _global_cuts(
+            context, operand, update, context.values.nodes[value_number]
+        )
         if cuts is None:
             continue
         form = form_in(context, instruction, expressed_operands, shape)
-        held = held_result(context, form, instruction, shape, cuts, number)
+        held = held_result(context, form, instruction, shape, cuts, value_number)
         return _update_sums(held, operand, update)
     return None
 
@@ -74,9 +80,9 @@ def _global_cuts(
     update: Held,
     node: Node,
 ) -> list[Cut | None] | None:
-    """The cuts of an update's result, if the update is that of the whole program's
-    value `node`; else `None`. A dimension that the update covers is cut as operand and
-    update are. Each device holds all of the others.
+    """The cuts of an update's result, if it is the value `node` of the whole program;
+    else `None`. A dimension that the update covers is cut as operand and update are.
+    Each device holds all of the others.
     """
     operand_shape = node.operands[0].shape
     update_shape = node.operands[1].shape
@@ -116,41 +122,44 @@ def _updated(
     update: Held,
     starts: Sequence[np.ndarray],
 ) -> Held:
-    """A piece written at each device's own place into zeros, or into other pieces of
-    the same value.
+    """A piece `update`, written at each device's own place into zeros, or into other
+    pieces of the same value. `starts` has an array for each dimension: the position on
+    each device.
     """
     if not operand.is_finished or not update.is_finished:
         raise Unjudged("an update of an unfinished sum")
-    number = constant_number(operand)
-    if number is None and operand.root != update.root:
+    constant = constant_number(operand)
+    if constant is None and operand.root != update.root:
         operand, update = _same_array(context, instruction, operand, update)
-    if number is None and operand.dropped_axes != update.dropped_axes:
+    if constant is None and operand.dropped_axes != update.dropped_axes:
         raise Unjudged("an update by a piece that lies differently")
-    changed = [
+    changed_dims = [
         dim
         for dim in range(len(operand.shape))
         if operand.shape[dim] != update.shape[dim]
     ]
-    if number is None and len(changed) > 1:
+    if constant is None and len(changed_dims) > 1:
         raise Unjudged("an update of several cut dimensions")
     axes: list[Axis | None] = list(update.axes)
     for dim in range(len(axes)):
-        axis, before = update.axes[dim], operand.axes[dim]
-        if dim not in changed:
-            if number is None and axis != before:
+        axis, old_axis = update.axes[dim], operand.axes[dim]
+        if dim not in changed_dims:
+            if constant is None and axis != old_axis:
                 raise Unjudged("an update by a piece that lies differently")
             continue
         if axis is None:
             raise Unjudged("an update by a broadcast")
-        if number is None and (before is None or before.dim != axis.dim):
+        if constant is None and (old_axis is None or old_axis.dim != axis.dim):
             raise Unjudged("an update by a piece that lies differently")
-        rows = np.full((context.devices, operand.shape[dim]), HOLE)
-        if number is None and before is not None:
-            rows = context.cuts.indices(before.cut).copy()
-        columns = starts[dim][:, None] + np.arange(update.shape[dim])
-        np.put_along_axis(rows, columns, context.cuts.indices(axis.cut), axis=1)
-        axes[dim] = Axis(axis.dim, context.cuts.from_indices(rows))
-    fill = number if number is not None else operand.fill_number
+        new_indices = np.full((context.devices, operand.shape[dim]), HOLE)
+        if constant is None and old_axis is not None:
+            new_indices = context.cuts.indices(old_axis.cut).copy()
+        positions = starts[dim][:, None] + np.arange(update.shape[dim])
+        np.put_along_axis(
+            new_indices, positions, context.cuts.indices(axis.cut), axis=1
+        )
+        axes[dim] = Axis(axis.dim, context.cuts.from_indices(new_indices))
+    fill = constant if constant is not None else operand.fill_number
     if update.has_holes and update.fill != fill:
         fill = None
     return dataclasses.replace(
@@ -168,12 +177,12 @@ def _same_array(
     operand: Held,
     update: Held,
 ) -> tuple[Held, Held]:
-    """A piece and the update of it, which are of two arrays, as pieces of a
+    """A piece and the update of it, which are of two values, as pieces of one: of a
     concatenation or a padded array of the whole program.
     """
     for opcode in ("concatenate", "pad"):
-        for number in context.values.with_name(opcode, instruction.op_name):
-            array = context.values.nodes[number].result
+        for value_number in context.values.with_name(opcode, instruction.op_name):
+            array = context.values.nodes[value_number].result
             assert array is not None
             first = expressed(context, operand, array)
             other = expressed(context, update, array)

@@ -24,30 +24,32 @@ def whole_operation(
     """Any other operation is right where each device computes the whole of it; a sort,
     also where its other dimensions are cut.
     """
-    results = arrays_in(instruction.result)
+    result_arrays = arrays_in(instruction.result)
     for operand in operands:
         require_finished(operand, instruction.opcode)
     matched = matched_operands(context, instruction, operands)
-    for number, expressed_operands in matched:
-        node = context.values.nodes[number]
+    for value_number, expressed_operands in matched:
+        node = context.values.nodes[value_number]
         if node.instruction is None:
             continue
         cuts = _whole_cuts(context, instruction, expressed_operands, node)
         if cuts is None:
             continue
-        shape = results[0].shape
+        shape = result_arrays[0].shape
         form = form_in(context, instruction, expressed_operands, shape)
         if not instruction.result.startswith("("):
-            return held_result(context, form, instruction, shape, cuts, number)
-        parts = []
-        for place, array in enumerate(results):
+            return held_result(context, form, instruction, shape, cuts, value_number)
+        held_results = []
+        for result_number, array in enumerate(result_arrays):
             result_cuts: list[Cut | None] = cuts
             if len(cuts) != len(array.shape):
                 result_cuts = [context.cuts.whole(size) for size in array.shape]
-            parts.append(
-                result_at(context, instruction, form, place, result_cuts, array.shape)
+            held_results.append(
+                result_at(
+                    context, instruction, form, result_number, result_cuts, array.shape
+                )
             )
-        return tuple(parts)
+        return tuple(held_results)
     raise Unjudged(f"no rule for this {instruction.opcode}")
 
 
@@ -58,18 +60,21 @@ def _whole_cuts(
     node: Node,
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension
-    that the operation does not treat element by element; else `None`.
+    that the operation does not treat independently, such as the sorted one; else
+    `None`.
     """
     shape = arrays_in(instruction.result)[0].shape
-    free: set[int] = set()
+    independent_dims: set[int] = set()
     if instruction.opcode == "sort":
-        free = set(range(len(shape))) - set(numbers(instruction, "dimensions"))
+        independent_dims = set(range(len(shape))) - set(
+            numbers(instruction, "dimensions")
+        )
     if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
-        free = set(range(len(shape) - 1))
+        independent_dims = set(range(len(shape) - 1))
     cuts: list[Cut | None] = []
     for dim, size in enumerate(shape):
         axes = [operand.axes[dim] for operand in operands if operand.shape]
-        if dim in free:
+        if dim in independent_dims:
             cut = joined_cut(context, instruction.opcode, dim, axes)
             if cut is None and size == node.shape[dim]:
                 cut = context.cuts.whole(size)
@@ -78,7 +83,7 @@ def _whole_cuts(
             cuts.append(context.cuts.whole(size))
         else:
             return None
-    if not free and shape != node.shape:
+    if not independent_dims and shape != node.shape:
         return None
     return cuts
 
