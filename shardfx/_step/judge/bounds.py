@@ -46,10 +46,10 @@ def _bounds_of_dtype(node: Node) -> Bounds | None:
         return _EITHER
     if dtype[:1] not in ("s", "u") or not dtype[1:].isdigit():
         return None
-    bits = int(dtype[1:])
+    bit_count = int(dtype[1:])
     if dtype.startswith("u"):
-        return Bounds(0, 2**bits - 1)
-    return Bounds(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        return Bounds(0, 2**bit_count - 1)
+    return Bounds(-(2 ** (bit_count - 1)), 2 ** (bit_count - 1) - 1)
 
 
 class _Reader:
@@ -81,7 +81,7 @@ class _Reader:
 
     def _computed(self, node: Node) -> Bounds | None:
         """The bounds of a value from those of its operands; `None` if no rule says
-        them.
+        them, or if an operand has none.
         """
         if node.opcode == "constant":
             constant = scalar_constant(node)
@@ -201,15 +201,16 @@ def require_start_in_bounds(
     operand: Held,
     shape: tuple[int, ...],
 ) -> None:
-    """Raises `Unjudged` for a part of a slice of the whole program that may start beyond
-    its bounds. XLA's simplifier makes one slice of the two, which starts at the sum of
-    their starts; it clamps the first to the size of the part.
+    """Raises `Unjudged` if the operand is a slice of the whole program that may start
+    beyond its bounds, and devices take a part of it, of the shape `shape`. XLA's
+    simplifier makes one slice of the two, which starts at the sum of their starts; it
+    clamps the first to the size of the part.
     """
-    starts = _starts_of(context.values.nodes[operand.root])
+    start_by_dim = _starts_of(context.values.nodes[operand.root])
     for place, axis in enumerate(operand.axes):
         if axis is None or shape[place] == operand.shape[place]:
             continue
-        start = starts.get(axis.dim)
+        start = start_by_dim.get(axis.dim)
         if start is None or start.last == 0:
             continue
         bounds = bounds_of(context.values, start.indices)
@@ -222,24 +223,26 @@ def require_start_in_bounds(
 
 
 def _starts_of(node: Node) -> dict[int, _Start]:
-    """Where the slices start that a value consists of, by its dimensions."""
+    """Where the slices start that a `dynamic-slice` or a `gather` makes, by the
+    dimension of its result. Empty for other values.
+    """
     if node.instruction is None or node.opcode not in ("dynamic-slice", "gather"):
         return {}
     array, *indices = node.operands
-    sizes = arrays_in(node.instruction.result)[0].shape
+    result_shape = arrays_in(node.instruction.result)[0].shape
     if node.opcode == "dynamic-slice":
         return {
-            dim: _Start(index.view.root, array.shape[dim] - sizes[dim])
+            dim: _Start(index.view.root, array.shape[dim] - result_shape[dim])
             for dim, index in enumerate(indices)
         }
-    dropped = {
+    dropped_dims = {
         *numbers(node.instruction, "collapsed_slice_dims"),
         *numbers(node.instruction, "operand_batching_dims"),
     }
-    sliced = [dim for dim in range(len(array.shape)) if dim not in dropped]
+    sliced_dims = [dim for dim in range(len(array.shape)) if dim not in dropped_dims]
     starts = {}
-    places = numbers(node.instruction, "offset_dims")
-    for place, dim in zip(places, sliced, strict=True):
-        last = array.shape[dim] - sizes[place]
-        starts[place] = _Start(indices[0].view.root, last)
+    offset_dims = numbers(node.instruction, "offset_dims")
+    for place, dim in zip(offset_dims, sliced_dims, strict=True):
+        last_start = array.shape[dim] - result_shape[place]
+        starts[place] = _Start(indices[0].view.root, last_start)
     return starts

@@ -52,39 +52,41 @@ class Loops:
         self.judged_bodies: dict[int, str] = {}
 
     def loop(self, instruction: Instruction, initial: Result) -> tuple[Result, ...]:
-        """The results of a loop. Raises `Unjudged` if it is none of the whole program's,
-        or if a turn changes how its values lie.
+        """The results of the loop `instruction`, which starts with `initial`. Raises
+        `Unjudged` if it is none of the whole program's, or if a turn changes how its
+        values lie.
         """
-        starts = list(leaves_of(initial))
-        names = dict(instruction.called)
-        trials = self._trials(instruction, starts, names["body"])
+        starting_leaves = list(leaves_of(initial))
+        called_names = dict(instruction.called)
+        trials = self._trials(instruction, starting_leaves, called_names["body"])
         if not trials:
             raise Unjudged("no loop of the whole program starts like this")
         if len(trials) > 1:
-            best = self._best(trials, starts, names)
+            best = self._best(trials, starting_leaves, called_names)
         else:
             best = trials[0]
-        self.judged_bodies[best.loop.number] = names["body"]
-        return self._results_as(best, starts, names)
+        self.judged_bodies[best.loop.number] = called_names["body"]
+        return self._results_as(best, starting_leaves, called_names)
 
     def _trials(
         self,
         instruction: Instruction,
-        starts: Sequence[Result],
+        starting_leaves: Sequence[Result],
         body: str,
     ) -> list[_Trial]:
-        """The loops of the whole program that may be this one: those that have its name
-        and start with its arrays. Several calls of a function have one name, and an
-        array that is not judged may be any. Those come first that no other loop is,
+        """The loops of the whole program that the loop `instruction` may be, which
+        starts with the arrays `starting_leaves`: those of its name that start with
+        these arrays. Several calls of a function have one name, and an array that is
+        not judged may be any. Loops that were not judged as another body come first,
         and of them those with most equal arrays.
         """
         trials: list[_Trial] = []
         for loop in self.context.whole_program.values.loops:
-            if len(loop.initial) != len(starts) or loop.number in self.taken:
+            if len(loop.initial) != len(starting_leaves) or loop.number in self.taken:
                 continue
             if not _has_form_of(instruction, loop):
                 continue
-            trial = self._trial(loop, starts, instruction, body)
+            trial = self._trial(loop, starting_leaves, instruction, body)
             if trial is not None:
                 trials.append(trial)
 
@@ -100,23 +102,24 @@ class Loops:
     def _best(
         self,
         trials: Sequence[_Trial],
-        starts: Sequence[Result],
-        names: Mapping[str, str],
+        starting_leaves: Sequence[Result],
+        called_names: Mapping[str, str],
     ) -> _Trial:
         """The trial in whose turns least is not judged, and least wrong. What the turns
-        note in the record is forgotten.
+        note in the record is forgotten. `called_names` has the loop's computations:
+        "condition" and "body".
         """
         best = trials[0]
         fewest: Failures | None = None
         for trial in trials:
-            before = self.record.copy()
+            record_before = self.record.copy()
             try:
-                self._results_as(trial, starts, names)
+                self._results_as(trial, starting_leaves, called_names)
             except Unjudged:
                 continue
             finally:
-                failures = self.record.failures_since(before)
-                self.record.restore(before)
+                failures = self.record.failures_since(record_before)
+                self.record.restore(record_before)
             if fewest is None or failures < fewest:
                 best = trial
                 fewest = failures
@@ -127,17 +130,19 @@ class Loops:
     def _results_as(
         self,
         trial: _Trial,
-        starts: Sequence[Result],
-        names: Mapping[str, str],
+        starting_leaves: Sequence[Result],
+        called_names: Mapping[str, str],
     ) -> tuple[Result, ...]:
-        """The results of a loop, if it is the loop of a trial. Raises `Unjudged` if
-        what it carries does not settle.
+        """The results of a loop, if it is the loop of `trial` in the whole program.
+        Raises `Unjudged` if what it carries does not settle.
         """
         if isinstance(trial.state, Unjudged):
             raise trial.state
         self.taken.append(trial.loop.number)
         try:
-            results = self._settled_results(trial.loop, starts, trial.state, names)
+            results = self._settled_results(
+                trial.loop, starting_leaves, trial.state, called_names
+            )
         finally:
             self.taken.pop()
         if results is None:
@@ -148,28 +153,28 @@ class Loops:
     def _trial(
         self,
         loop: Loop,
-        starts: Sequence[Result],
+        starting_leaves: Sequence[Result],
         instruction: Instruction,
         body: str,
     ) -> _Trial | None:
-        """What the devices hold at the start of a turn, if the loop `instruction` of the
-        program of one device, which starts with `starts`, is `loop` of the whole program;
-        `None` if that starts with other arrays.
+        """What the devices hold at the start of a turn, if the loop `instruction` of
+        the program of one device, which starts with `starting_leaves`, is `loop` of the
+        whole program; `None` if that starts with other arrays.
         """
-        unchanged_places = unchanged(self.context.module, body, len(starts))
+        unchanged_places = unchanged(self.context.module, body, len(starting_leaves))
         shardings = shardings_in(loop.instruction.attributes)
-        shapes = [array.shape for array in arrays_in(instruction.result)]
+        shard_shapes = [array.shape for array in arrays_in(instruction.result)]
         state: list[Result] = []
         matches = 0
         mismatches = 0
         reason: Unjudged | None = None
-        for place, (start, array, carried) in enumerate(
-            zip(starts, loop.initial, loop.carried, strict=True)
+        for place, (leaf, array, carried) in enumerate(
+            zip(starting_leaves, loop.initial, loop.carried, strict=True)
         ):
-            if not isinstance(start, Held):
-                state.append(start)
+            if not isinstance(leaf, Held):
+                state.append(leaf)
                 continue
-            held_array = expressed(self.context, start, array)
+            held_array = expressed(self.context, leaf, array)
             if place in unchanged_places and carried == array:
                 # The turns judge what they only read. Another array is a hint that the
                 # loop is another, and no more.
@@ -177,7 +182,7 @@ class Loops:
                     mismatches += 1
                 else:
                     matches += 1
-                state.append(start)
+                state.append(leaf)
                 continue
             if (
                 held_array is None
@@ -185,12 +190,14 @@ class Loops:
                 or held_array.dropped_axes
             ):
                 return None
-            sharding = shardings[place] if len(shardings) == len(starts) else ""
+            sharding = (
+                shardings[place] if len(shardings) == len(starting_leaves) else ""
+            )
             try:
-                held = self._carried(held_array, carried, sharding, shapes[place])
+                held = self._carried(held_array, carried, sharding, shard_shapes[place])
             except Unjudged as error:
                 reason = error
-                held = start
+                held = leaf
             matches += 1
             state.append(held)
         return _Trial(
@@ -207,67 +214,78 @@ class Loops:
         sharding: str,
         shape: tuple[int, ...],
     ) -> Result:
-        """An array at the start of a turn. Where nothing changes along a dimension of
-        the first one, a guess from the loop's sharding, which the turn has to confirm.
+        """An array at the start of a turn, which is `carried` in the whole program and
+        has the shape `shape` on one device. It lies as `held_array` does, with which
+        the loop starts. Where nothing changes along a dimension of that, the cut is a
+        guess from the loop's sharding, which the turn has to confirm.
         """
         if not held_array.is_finished:
             raise Unjudged("a loop that starts with an unfinished sum")
-        guess: list[Cut] | None = None
+        guessed_cuts: list[Cut] | None = None
         cuts = []
         for place, axis in enumerate(held_array.axes):
             if axis is not None:
                 cuts.append(axis.cut)
                 continue
-            if guess is None:
-                guess = axes_of(self.context.cuts, sharding, carried.shape, shape)
-            cuts.append(guess[place])
+            if guessed_cuts is None:
+                guessed_cuts = axes_of(
+                    self.context.cuts, sharding, carried.shape, shape
+                )
+            cuts.append(guessed_cuts[place])
         return held_of(carried, shape, cuts)
 
     def _settled_results(
         self,
         loop: Loop,
-        starts: Sequence[Result],
+        starting_leaves: Sequence[Result],
         state: Sequence[Result],
-        names: Mapping[str, str],
+        called_names: Mapping[str, str],
     ) -> list[Result] | None:
-        """The results of a loop, once a turn leaves what it carries as it was; `None` if
-        it does not settle, or if its condition is not the whole program's.
+        """The results of `loop`, once a turn leaves what it carries as it was; `None`
+        if it does not settle, or if its condition is not the whole program's. `state`
+        is what the devices hold at the start of a turn.
         """
         state = list(state)
         for _ in range(_TURNS):
-            goes_on = self.run(names["condition"], [tuple(state)])
+            goes_on = self.run(called_names["condition"], [tuple(state)])
             if isinstance(goes_on, Held) and goes_on.root != loop.goes_on.view.root:
                 return None
-            after = list(leaves_of(self.run(names["body"], [tuple(state)])))
+            turned_leaves = list(
+                leaves_of(self.run(called_names["body"], [tuple(state)]))
+            )
             is_settled = True
-            for place, (now, turned) in enumerate(zip(state, after, strict=True)):
-                held_after = self._after_turn(now, turned, loop.after_turn[place])
+            for place, (before_turn, after_turn) in enumerate(
+                zip(state, turned_leaves, strict=True)
+            ):
+                held_after = self._after_turn(
+                    before_turn, after_turn, loop.after_turn[place]
+                )
                 if held_after is None:
                     return None
-                if held_after != now:
+                if held_after != before_turn:
                     state[place] = held_after
                     is_settled = False
             if is_settled:
-                return self._loop_results(loop, starts, state, goes_on)
+                return self._loop_results(loop, starting_leaves, state, goes_on)
         return None
 
     def _after_turn(
         self,
-        now: Result,
-        turned: Result,
+        before_turn: Result,
+        after_turn: Result,
         array: Global,
     ) -> "Result | None":
-        """What a loop carries at the start of the next turn, where `now` was before
-        this one and `turned` is after it; `None` if the turn changes how it lies.
-        `array` is what the whole program's loop carries after the turn.
+        """What a loop carries at the start of the next turn, where `before_turn` was
+        before this one and `after_turn` is after it; `None` if the turn changes how it
+        lies. `array` is what the whole program's loop carries after the turn.
         """
-        if not isinstance(now, Held):
-            return now
-        if not isinstance(turned, Held):
-            return turned
-        if turned is now:
-            return now
-        held_array = expressed(self.context, turned, array)
+        if not isinstance(before_turn, Held):
+            return before_turn
+        if not isinstance(after_turn, Held):
+            return after_turn
+        if after_turn is before_turn:
+            return before_turn
+        held_array = expressed(self.context, after_turn, array)
         if held_array is None or view_of(held_array) != required_view(
             held_array, array
         ):
@@ -278,27 +296,29 @@ class Loops:
             or held_array.dropped_axes
         ):
             raise Unjudged("a loop that carries an unfinished sum")
-        for before, after in zip(now.axes, held_array.axes, strict=True):
-            if before is None or after is None:
+        for axis_before, axis_after in zip(
+            before_turn.axes, held_array.axes, strict=True
+        ):
+            if axis_before is None or axis_after is None:
                 continue
-            if before.cut is not after.cut:
+            if axis_before.cut is not axis_after.cut:
                 return None
-        return now
+        return before_turn
 
     def _loop_results(
         self,
         loop: Loop,
-        starts: Sequence[Result],
+        starting_leaves: Sequence[Result],
         state: Sequence[Result],
         goes_on: Result,
     ) -> list[Result]:
         """The results of a loop whose `state` a turn leaves as it is. What no turn
-        changes is what it started with.
+        changes is what it started with. `goes_on` is the result of its condition.
         """
         results: list[Result] = []
         for place, held in enumerate(state):
             array = loop.results[place]
-            if not isinstance(held, Held) or held is starts[place]:
+            if not isinstance(held, Held) or held is starting_leaves[place]:
                 results.append(held)
                 continue
             if not isinstance(goes_on, Held):
@@ -313,7 +333,9 @@ class Loops:
 
 
 def _has_form_of(instruction: Instruction, loop: Loop) -> bool:
-    """Whether a loop has the name and the number of arrays of one of the whole program."""
+    """Whether a loop has the name and the number of arrays of one of the whole
+    program.
+    """
     return instruction.op_name == loop.instruction.op_name and _arrays_count(
         instruction
     ) == _arrays_count(loop.instruction)

@@ -43,8 +43,9 @@ def is_into_shards(instruction: Instruction) -> bool:
 
 
 def is_between_parts(instruction: Instruction, source: Instruction) -> bool:
-    """Whether an instruction takes the array `source` into parts, or out of them, for a
-    body that is manual in some axes of the mesh and not in others.
+    """Whether an instruction takes an array into parts, or out of them, for a body that
+    is manual in some axes of the mesh and not in others. `source` is the instruction of
+    the array.
     """
     direction = _direction(instruction)
     if direction == "FullToShard":
@@ -78,22 +79,31 @@ def result_digests(module: HloModule, name: str) -> tuple[str, ...]:
 
 
 def _digests(module: HloModule, name: str) -> dict[str, str]:
-    """For each instruction of a computation, a digest of its result as an expression of
-    the parameters.
+    """For each instruction of the computation `name`, a digest of its result as an
+    expression of the parameters.
     """
     digests: dict[str, str] = {}
     for instruction in module.computations[name].values():
-        called = [
+        called_digests = [
             _computation_digest(module, callee) for _, callee in instruction.called
         ]
-        operands = [digests[operand] for operand in instruction.operands]
+        operand_digests = [digests[operand] for operand in instruction.operands]
         types = [(array.dtype, array.shape) for array in arrays_in(instruction.result)]
-        text = _CALLED.sub("", _IGNORED.sub("", text_of(instruction)))
+        attributes = _CALLED.sub("", _IGNORED.sub("", text_of(instruction)))
         if instruction.opcode == "custom-call":
-            text = _METADATA.sub("", text)
+            attributes = _METADATA.sub("", attributes)
         inside = "" if instruction.operands else instruction.inside.strip()
-        parts = (instruction.opcode, types, text, inside, operands, called)
-        digests[instruction.name] = hashlib.sha256(repr(parts).encode()).hexdigest()
+        expression = (
+            instruction.opcode,
+            types,
+            attributes,
+            inside,
+            operand_digests,
+            called_digests,
+        )
+        digests[instruction.name] = hashlib.sha256(
+            repr(expression).encode()
+        ).hexdigest()
     return digests
 
 

@@ -31,7 +31,8 @@ def called_manually(
     name: str,
     run: _Run,
 ) -> "Result | None":
-    """The results of the call of a `shard_map`'s body; `None` for other calls. Raises
+    """The results of the call of the computation `name`, if it is the body of a
+    `shard_map`; `None` for other calls. `run` goes through a computation. Raises
     `Unjudged` if the whole program has no call of an equal body with the same shards:
     what a body computes are no values of the whole program.
     """
@@ -60,7 +61,7 @@ _PARTITIONED_SUFFIX = "_spmd"
 
 
 def _holds_shards(context: Context, operand: Result, shards: Shards) -> bool:
-    """Whether devices hold these shards."""
+    """Whether the operand is the array of `shards`, cut as their sharding says."""
     if not isinstance(operand, Held):
         return False
     try:
@@ -108,9 +109,9 @@ def _results_of_call(
     whole program makes of them.
     """
     results: list[Result] = []
-    for place, part in enumerate(arrays_in(instruction.result)):
-        shape = part.shape
-        shards = call.results.get(place)
+    for result_number, result_array in enumerate(arrays_in(instruction.result)):
+        shape = result_array.shape
+        shards = call.results.get(result_number)
         if shards is None:
             # The whole program does not read it.
             results.append(Held(NOWHERE, shape, (None,) * len(shape)))
@@ -129,18 +130,20 @@ def _called_partly(
     name: str,
     run: _Run,
 ) -> Result:
-    """The results of the call of a body that is manual in some axes only."""
+    """The results of the call of the body `name`, which is manual in some axes only:
+    `run` judges it with the parts that devices have.
+    """
     calls = context.values.partly_manual_calls[name.removesuffix(_PARTITIONED_SUFFIX)]
     for call in calls:
-        taken = _parts_taken(context, operands, call)
-        if taken is None:
+        parts = _parts_taken(context, operands, call)
+        if parts is None:
             continue
-        results = run(name, taken)
-        wholes = [
+        results = run(name, parts)
+        outside_arrays = [
             _array_of_part(context, result, array)
             for result, array in zip(leaves_of(results), call.results, strict=True)
         ]
-        return wholes[0] if isinstance(results, Held) else tuple(wholes)
+        return outside_arrays[0] if isinstance(results, Held) else tuple(outside_arrays)
     raise Unjudged("the body of a `shard_map` that is manual in some axes only")
 
 
@@ -154,25 +157,28 @@ def _parts_taken(
     """
     if len(operands) != len(call.operands):
         return None
-    taken: list[Held] = []
+    parts: list[Held] = []
     for operand, (part, outside) in zip(operands, call.operands, strict=True):
         if not isinstance(operand, Held):
             return None
         cuts = _cuts_of_both(context, part, outside, operand.shape)
         if not _holds_cuts(context, operand, outside.array, cuts.outside):
             return None
-        taken.append(held_of(part, operand.shape, cuts.part))
-    return taken
+        parts.append(held_of(part, operand.shape, cuts.part))
+    return parts
 
 
 def _array_of_part(context: Context, result: Result, part: Global) -> Result:
-    """The array of which devices hold a part, after a body that returns it."""
-    wholes = context.values.partly_manual_results.get(part, set())
-    if not isinstance(result, Held) or not wholes:
+    """What devices hold of the array outside of a `shard_map`, of which its body
+    returns the part `part`. `result` is what they hold of the part. A part that is not
+    used outside is returned as it is.
+    """
+    outside_arrays = context.values.partly_manual_results.get(part, set())
+    if not isinstance(result, Held) or not outside_arrays:
         return result
-    if len(wholes) > 1:
+    if len(outside_arrays) > 1:
         raise Unjudged("a part that is one of several arrays")
-    (outside,) = wholes
+    (outside,) = outside_arrays
     cuts = _cuts_of_both(context, part, outside, result.shape)
     if not _holds_cuts(context, result, part, cuts.part):
         raise Unjudged("a part that is none of the whole program's")
@@ -202,15 +208,15 @@ def _cuts_of_both(
         part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local_shape),
     )
     # Devices of one part have what is at the same distance from its start.
-    parts = np.array(
+    part_of_device = np.array(
         context.values.parts_by_value.get(part.view.root, range(context.devices))
     )
     for whole_cut, part_cut in zip(cuts.outside, cuts.part, strict=True):
         if whole_cut.has_holes or part_cut.has_holes:
             raise Unjudged("an uneven part of an array")
         distances = whole_cut.starts - part_cut.starts
-        for number in np.unique(parts):
-            of_part = distances[parts == number]
+        for part_number in np.unique(part_of_device):
+            of_part = distances[part_of_device == part_number]
             if (of_part != of_part[:1]).any():
                 raise Unjudged("devices of one part that hold different ones")
     return cuts
@@ -231,15 +237,19 @@ def own_collective(
     shape = arrays_in(instruction.result)[0].shape
     groups = groups_of(instruction, instruction.opcode, context.devices)
     form = form_in(context, instruction, [operand], shape)
-    matches = candidates(context, form, instruction)
-    if matches:
-        number = matches[0]
+    value_numbers = candidates(context, form, instruction)
+    if value_numbers:
+        value_number = value_numbers[0]
         require_finished(operand, f"the body's own {instruction.opcode}")
-        cuts = _cuts_after_collective(context, instruction, operand, groups, number)
-        return held_result(context, form, instruction, shape, cuts, number)
-    parts = np.array(context.values.parts_by_value[operand.root])
-    for members in groups:
-        if (parts[members] != parts[members[:, :1]]).any():
+        cuts = _cuts_after_collective(
+            context, instruction, operand, groups, value_number
+        )
+        return held_result(context, form, instruction, shape, cuts, value_number)
+    part_of_device = np.array(context.values.parts_by_value[operand.root])
+    for members_by_group in groups:
+        if (
+            part_of_device[members_by_group] != part_of_device[members_by_group[:, :1]]
+        ).any():
             raise Unjudged(
                 "a collective between the parts of a `shard_map` that is none of its body"
             )
@@ -251,26 +261,27 @@ def _cuts_after_collective(
     instruction: Instruction,
     operand: Held,
     groups: Groups,
-    number: int,
+    value_number: int,
 ) -> list[Cut | None]:
-    """The cuts of the result of a body's own collective. Its devices hold the same
-    elements of their parts, and all along the dimensions that it changes.
+    """The cuts of the result of a body's own collective, the value `value_number`. Its
+    devices hold the same elements of their parts, and all along the dimensions that it
+    changes. `groups` has arrays of shape (groups, members).
     """
-    node = context.values.nodes[number]
-    sizes = node.operands[0].shape
+    node = context.values.nodes[value_number]
+    part_shape = node.operands[0].shape
     shape = arrays_in(instruction.result)[0].shape
     changed_dims = numbers(instruction, "dimensions")
     cuts: list[Cut | None] = []
     for dim, (axis, size) in enumerate(zip(operand.axes, shape, strict=True)):
         cut = cut_of(axis)
         if cut is not None:
-            for members in groups:
-                starts = cut.starts[members]
+            for members_by_group in groups:
+                starts = cut.starts[members_by_group]
                 if (starts != starts[:, :1]).any():
                     raise Unjudged("a collective of different elements of parts")
         if dim in changed_dims:
-            is_whole = cut is None or context.cuts.is_whole(cut, sizes[dim])
-            if not is_whole or operand.shape[dim] != sizes[dim]:
+            is_whole = cut is None or context.cuts.is_whole(cut, part_shape[dim])
+            if not is_whole or operand.shape[dim] != part_shape[dim]:
                 raise Unjudged("a collective along a dimension of parts that is cut")
             cut = context.cuts.whole(size)
         cuts.append(cut)

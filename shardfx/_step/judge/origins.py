@@ -36,11 +36,11 @@ def origin_of(stack: Sequence[Frame]) -> Origin:
     """The origin of an operation with this call stack, innermost frame first. Its parts
     are read from the outermost, which is the step's own, inwards.
     """
-    end = _start_of_lowering(stack)
-    if end is None:
+    lowering_place = _start_of_lowering(stack)
+    if lowering_place is None:
         # A program that another compiler finished.
         return Origin(own_line(stack))
-    parts = _parts(stack[:end])
+    parts = _parts(stack[:lowering_place])
     if not parts:
         return Origin(own_line(stack))
 
@@ -48,10 +48,10 @@ def origin_of(stack: Sequence[Frame]) -> Origin:
     while innermost > 0 and parts[innermost][0] in parts[innermost - 1]:
         innermost -= 1
     source = parts[innermost][0]
-    step = parts[-1][-1]
+    step_line = parts[-1][-1]
     return Origin(
         source=source,
-        caller=None if step == source else step,
+        caller=None if step_line == source else step_line,
         first_traced=None if innermost == 0 else parts[0][0],
     )
 
@@ -67,7 +67,9 @@ def _start_of_lowering(stack: Sequence[Frame]) -> int | None:
 
 
 def _parts(stack: Sequence[Frame]) -> list[list[Frame]]:
-    """The user's frames between those of shardfx."""
+    """The user's frames between those of shardfx, innermost first: a list for each
+    stretch of the call stack that has some.
+    """
     parts: list[list[Frame]] = [[]]
     for frame in stack:
         if _is_of_shardfx(frame):

@@ -45,10 +45,10 @@ def shardings_in(attributes: str) -> list[str]:
     if start < 0:
         return []
     start += len(_START) - 1
-    depth = 0
+    open_braces = 0
     stop = start
-    while depth or stop == start:
-        depth += (attributes[stop] == "{") - (attributes[stop] == "}")
+    while open_braces or stop == start:
+        open_braces += (attributes[stop] == "{") - (attributes[stop] == "}")
         stop += 1
     text = attributes[start + 1 : stop - 1]
     if not text.startswith("{"):
@@ -62,47 +62,49 @@ def axes_of(
     cuts: Cuts,
     sharding: str,
     shape: Sequence[int],
-    local: Sequence[int],
+    shard_shape: Sequence[int],
 ) -> list[Cut]:
-    """The cuts that a sharding makes of an array of `shape`, whose shards have the shape
-    `local`. Shards of a dimension that the devices do not divide have holes at its end.
+    """The cut of each dimension of an array of `shape` with this sharding, whose shards
+    have the shape `shard_shape`. Shards of a dimension that the devices do not divide
+    have holes at its end.
     """
     if not shape:
         return []
-    key = (sharding, tuple(shape), tuple(local))
-    axes = cuts.by_sharding.get(key)
-    if axes is None:
-        axes = _axes_of(cuts, sharding, shape, local)
-        cuts.by_sharding[key] = axes
-    return axes
+    key = (sharding, tuple(shape), tuple(shard_shape))
+    dim_cuts = cuts.by_sharding.get(key)
+    if dim_cuts is None:
+        dim_cuts = _axes_of(cuts, sharding, shape, shard_shape)
+        cuts.by_sharding[key] = dim_cuts
+    return dim_cuts
 
 
 def _axes_of(
     cuts: Cuts,
     sharding: str,
     shape: Sequence[int],
-    local: Sequence[int],
+    shard_shape: Sequence[int],
 ) -> list[Cut]:
     """As `axes_of`, asked once."""
     if not sharding or sharding.startswith(_REPLICATED):
-        if tuple(shape) != tuple(local):
+        if tuple(shape) != tuple(shard_shape):
             raise Unjudged("an array whose sharding the program does not say")
         return [cuts.whole(size) for size in shape]
     named = _NAMED.match(sharding)
     if named and "manual" not in named["rest"]:
         dimensions = re.findall(r"\{([^{}]*)\}", named["dimensions"])
         places, tiles = _named_places(named, dimensions, cuts.devices)
-        return _tiled(cuts, places, tiles, shape, local)
+        return _tiled(cuts, places, tiles, shape, shard_shape)
     match = _TILED.search(sharding)
     if match is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
     places = _places(match, cuts.devices)
-    return _tiled(cuts, places, _numbers(match["tiles"]), shape, local)
+    return _tiled(cuts, places, _numbers(match["tiles"]), shape, shard_shape)
 
 
 def _places(tiled: re.Match[str], devices: int) -> np.ndarray:
-    """The tile of each device in each dimension of a sharding in tiles, an array
-    (dimensions, devices). Dimensions of the tiles alone come last.
+    """The tile of each device in each dimension of a sharding in tiles, an array of
+    shape (dimensions, devices). The dimensions of tiles that are no dimensions of the
+    array come last. `tiled` is a match of `_TILED`.
     """
     tiles = _numbers(tiled["tiles"])
     if tiled["grid"]:
@@ -123,13 +125,13 @@ def axes_of_part(
     cuts: Cuts,
     sharding: str,
     shape: Sequence[int],
-    local: Sequence[int],
+    shard_shape: Sequence[int],
 ) -> list[Cut]:
-    """As `axes_of`, for an array within the body of a `shard_map` that is manual in some
-    axes only. Its shape is that of one of the parts over these axes.
+    """As `axes_of`, for an array within the body of a `shard_map` that is manual in
+    some axes only. Its shape is that of one of the parts over these axes.
     """
     sharding = _MANUAL_AXES.sub("", _SUBGROUPS.sub(_REPEATED, sharding))
-    return axes_of(cuts, sharding, shape, local)
+    return axes_of(cuts, sharding, shape, shard_shape)
 
 
 def parts_of_devices(sharding: str, devices: int) -> np.ndarray:
@@ -143,10 +145,10 @@ def parts_of_devices(sharding: str, devices: int) -> np.ndarray:
     subgroups = _SUBGROUPS.search(sharding)
     if tiled is None or subgroups is None:
         raise Unjudged(f"the sharding {sharding}")
-    kinds = [kind.strip() for kind in subgroups[1].split(",")]
-    if kinds.count("manual") != 1:
+    subgroup_kinds = [kind.strip() for kind in subgroups[1].split(",")]
+    if subgroup_kinds.count("manual") != 1:
         raise Unjudged(f"the sharding {sharding}")
-    return _places(tiled, devices)[kinds.index("manual") - len(kinds)]
+    return _places(tiled, devices)[subgroup_kinds.index("manual") - len(subgroup_kinds)]
 
 
 def _tiled(
@@ -154,22 +156,23 @@ def _tiled(
     places: np.ndarray,
     tiles: Sequence[int],
     shape: Sequence[int],
-    local: Sequence[int],
+    shard_shape: Sequence[int],
 ) -> list[Cut]:
-    """The cuts of an array in tiles. `places` has the tile of each device in each
-    dimension.
+    """The cut of each dimension of an array in tiles. `places` has the tile of each
+    device in each dimension, an array of shape (dimensions, devices), and `tiles` the
+    number of tiles.
     """
     cuts_of_dims = []
     for dim, size in enumerate(shape):
-        if local[dim] != -(-size // tiles[dim]):
+        if shard_shape[dim] != -(-size // tiles[dim]):
             raise WrongShard("a shard of another size than its sharding says")
-        starts = places[dim] * local[dim]
-        if local[dim] * tiles[dim] == size:
-            cuts_of_dims.append(cuts.from_starts(starts, local[dim]))
+        starts = places[dim] * shard_shape[dim]
+        if shard_shape[dim] * tiles[dim] == size:
+            cuts_of_dims.append(cuts.from_starts(starts, shard_shape[dim]))
             continue
-        if local[dim] * len(starts) > MOST_WRITTEN:
+        if shard_shape[dim] * len(starts) > MOST_WRITTEN:
             raise Unjudged("an uneven sharding that is too long to be written out")
-        indices = starts[:, None] + np.arange(local[dim])
+        indices = starts[:, None] + np.arange(shard_shape[dim])
         cuts_of_dims.append(cuts.from_indices(np.where(indices < size, indices, HOLE)))
     return cuts_of_dims
 
@@ -180,7 +183,8 @@ def _named_places(
     devices: int,
 ) -> tuple[np.ndarray, list[int]]:
     """The tile of each device in each dimension, and the number of tiles, of a sharding
-    over the axes of a mesh. `dimensions` has the axes of each.
+    over the axes of a mesh: a match of `_NAMED`. `dimensions` has the text of the axes
+    of each: "'x','y':(2)4".
     """
     sizes = {name: int(size) for name, size in _AXIS.findall(named["axes"])}
     if math.prod(sizes.values()) != devices or "unreduced" in named["rest"]:
@@ -198,17 +202,17 @@ def _named_places(
     )
     places, tiles = [], []
     for dimension in dimensions:
-        place, count = np.zeros(devices, np.int64), 1
+        tile, tile_count = np.zeros(devices, np.int64), 1
         # `'x':(2)4` is the sub-axis of size 4 of axis `x`, inside one of size 2.
         for name, outer_size, inner_size in _SUB_AXIS.findall(dimension):
             size = int(inner_size) if inner_size else sizes[name]
             stride = sizes[name] // (int(outer_size or 1) * size)
-            place = place * size + coordinates[name] // stride % size
-            count *= size
-        by_device = np.zeros(devices, np.int64)
-        by_device[ids] = place
-        places.append(by_device)
-        tiles.append(count)
+            tile = tile * size + coordinates[name] // stride % size
+            tile_count *= size
+        tile_by_device = np.zeros(devices, np.int64)
+        tile_by_device[ids] = tile
+        places.append(tile_by_device)
+        tiles.append(tile_count)
     return np.array(places), tiles
 
 

@@ -32,14 +32,14 @@ def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held
     shape = arrays_in(instruction.result)[0].shape
     targets = numbers(instruction, "dimensions")
     axes: list[Axis | None] = [None] * len(shape)
-    sizes = [1] * len(shape)
+    table_shape = [1] * len(shape)
     for source, target in enumerate(targets):
         axes[target] = operand.axes[source]
         if operand.known_numbers is not None:
-            sizes[target] = operand.known_numbers.shape[1 + source]
+            table_shape[target] = operand.known_numbers.shape[1 + source]
     table = operand.known_numbers
     if table is not None:
-        table = table.reshape(context.devices, *sizes)
+        table = table.reshape(context.devices, *table_shape)
     return dataclasses.replace(
         operand, shape=shape, axes=tuple(axes), known_numbers=table
     )
@@ -74,19 +74,23 @@ def bitcast(
     operand: Held,
     source: Instruction,
 ) -> Held:
-    """A bitcast, which leaves the bytes of its operand `source` as they are. In the
-    order of memory it is a reshape; layouts say which transposes that order is.
+    """A bitcast, which leaves the bytes of its operand as they are; `source` is the
+    instruction of the operand. In the order of memory it is a reshape. Layouts say
+    which transposes lead to that order and back.
     """
-    before, after = _memory_order(source), _memory_order(instruction)
+    source_order, result_order = _memory_order(source), _memory_order(instruction)
     shape = arrays_in(instruction.result)[0].shape
-    if tuple(sorted(before)) == before and tuple(sorted(after)) == after:
+    if (
+        tuple(sorted(source_order)) == source_order
+        and tuple(sorted(result_order)) == result_order
+    ):
         return reshape(context, instruction, operand)
-    ordered = tuple(shape[dim] for dim in after)
+    linear_shape = tuple(shape[dim] for dim in result_order)
     dtype = arrays_in(instruction.result)[0].dtype
-    sizes = ",".join(map(str, ordered))
-    linear = instruction._replace(result=f"{dtype}[{sizes}]", opcode="reshape")
-    held = reshape(context, linear, permuted(operand, before))
-    return permuted(held, [after.index(dim) for dim in range(len(shape))])
+    sizes = ",".join(map(str, linear_shape))
+    linear_reshape = instruction._replace(result=f"{dtype}[{sizes}]", opcode="reshape")
+    held = reshape(context, linear_reshape, permuted(operand, source_order))
+    return permuted(held, [result_order.index(dim) for dim in range(len(shape))])
 
 
 def _memory_order(instruction: Instruction) -> tuple[int, ...]:
@@ -104,8 +108,8 @@ def _memory_order(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The known numbers of an operand after a reshape; `None` if they are not known, or
-    broadcast along some dimensions.
+    """The known numbers of an operand after a reshape to `shape`; `None` if they are
+    not known, or broadcast along some dimensions.
     """
     table = operand.known_numbers
     if table is None:
@@ -124,8 +128,8 @@ def _global_reshape(
     operand: Held,
     shape: tuple[int, ...],
 ) -> Held | None:
-    """What devices hold of a reshape of the whole program; `None` if no reshape of the
-    operand's value fits.
+    """What devices hold of a reshape of the whole program, whose shape is `shape` on
+    one device; `None` if no reshape of the operand's value fits.
     """
     try:
         operand = with_all_axes(operand)
@@ -139,9 +143,9 @@ def _global_reshape(
         if held is not None:
             return held
     form = Form(("reshape", operand.root, dims), (), ())
-    for number in candidates(context, form, instruction):
-        node = context.values.nodes[number]
-        held = _fitted(context, operand, shape, number, node)
+    for value_number in candidates(context, form, instruction):
+        node = context.values.nodes[value_number]
+        held = _fitted(context, operand, shape, value_number, node)
         if held is not None:
             return held
     return _reshaped_piece(context, instruction, operand, shape)
@@ -153,17 +157,17 @@ def _reshaped_piece(
     operand: Held,
     shape: tuple[int, ...],
 ) -> Held | None:
-    """What devices hold of a reshape of a slice, from what they hold of the sliced
-    value.
+    """What devices hold of a reshape of a slice in the whole program, from what they
+    hold of the sliced value; `None` if there is none of the instruction's name.
     """
-    for number in context.values.with_name("reshape", instruction.op_name):
-        node = context.values.nodes[number]
+    for value_number in context.values.with_name("reshape", instruction.op_name):
+        node = context.values.nodes[value_number]
         if node.operands[0].view.root == operand.root:
             continue
         piece = expressed(context, operand, node.operands[0])
         if piece is None or piece.has_holes:
             continue
-        held = _fitted(context, piece, shape, number, node)
+        held = _fitted(context, piece, shape, value_number, node)
         if held is not None:
             return held
     return None
@@ -174,24 +178,25 @@ def _viewed(
     shape: tuple[int, ...],
     view_reshape: ViewReshape,
 ) -> Held | None:
-    """What devices hold after a reshape that adds or drops dimensions along which
-    nothing changes; `None` if it is not `view_reshape`.
+    """What devices hold after `view_reshape`, a reshape of the whole program that only
+    adds or drops dimensions along which nothing changes. Its shape is `shape` on one
+    device. `None` if it does not fit the operand.
     """
     source, target = view_reshape
     if len(source.dims) != len(operand.axes) or len(target.dims) != len(shape):
         return None
     if view_of(operand).dims != source.dims:
         return None
-    sizes = dict(zip(source.dims, operand.shape, strict=True))
-    by_dim = dict(zip(source.dims, operand.axes, strict=True))
+    size_by_dim = dict(zip(source.dims, operand.shape, strict=True))
+    axis_by_dim = dict(zip(source.dims, operand.axes, strict=True))
     axes: list[Axis | None] = []
     for dim, size in zip(target.dims, shape, strict=True):
         if dim is None:
             axes.append(None)
             continue
-        if sizes[dim] != size:
+        if size_by_dim[dim] != size:
             return None
-        axes.append(by_dim[dim])
+        axes.append(axis_by_dim[dim])
     return dataclasses.replace(operand, shape=shape, axes=tuple(axes))
 
 
@@ -199,30 +204,32 @@ def _fitted(
     context: Context,
     operand: Held,
     shape: tuple[int, ...],
-    number: int,
+    value_number: int,
     node: Node,
 ) -> Held | None:
     """What devices hold of `node`, a reshape of the whole program, after a reshape of
-    its operand on one device to `shape`; `None` if it is not that reshape. `number` is
-    that of its value.
+    its operand on one device to `shape`; `None` if it is not that reshape.
+    `value_number` is the number of `node`.
     """
-    source = node.operands[0]
-    after = tuple(size for size in node.shape if size is not None)
-    if len(source.shape) != len(operand.shape) or len(after) != len(shape):
+    whole_operand = node.operands[0]
+    whole_shape = tuple(size for size in node.shape if size is not None)
+    if len(whole_operand.shape) != len(operand.shape) or len(whole_shape) != len(shape):
         return None
-    for dim, axis in zip(source.view.dims, operand.axes, strict=True):
+    for dim, axis in zip(whole_operand.view.dims, operand.axes, strict=True):
         if axis is not None and dim is not None and dim != axis.dim:
             return None
     axes: list[Axis | None] = [None] * len(shape)
     # Dimensions `sources` of the operand become dimensions `targets` of the result.
-    for sources, targets in groups_of_reshape(source.shape, after):
-        before_size = math.prod(operand.shape[dim] for dim in sources)
-        if before_size != math.prod(shape[dim] for dim in targets):
+    for sources, targets in groups_of_reshape(whole_operand.shape, whole_shape):
+        local_size = math.prod(operand.shape[dim] for dim in sources)
+        if local_size != math.prod(shape[dim] for dim in targets):
             return None
         if not sources or not targets:
             continue
         cuts = [
-            _cut_of(context, operand.axes[dim], source.shape[dim], operand.shape[dim])
+            _cut_of(
+                context, operand.axes[dim], whole_operand.shape[dim], operand.shape[dim]
+            )
             for dim in sources
         ]
         if any(cut is None for cut in cuts):
@@ -235,8 +242,8 @@ def _fitted(
             regrouped = _regrouped(
                 context,
                 [cut for cut in cuts if cut is not None],
-                [source.shape[dim] for dim in sources],
-                [after[dim] for dim in targets],
+                [whole_operand.shape[dim] for dim in sources],
+                [whole_shape[dim] for dim in targets],
                 [shape[dim] for dim in targets],
             )
             if regrouped is None:
@@ -245,7 +252,7 @@ def _fitted(
             axes[target] = Axis(target, cut)
     return dataclasses.replace(
         operand,
-        root=number,
+        root=value_number,
         shape=shape,
         axes=tuple(axes),
         dropped_axes=(),
@@ -275,8 +282,10 @@ def _regrouped(
     after: Sequence[int],
     local_after: Sequence[int],
 ) -> list[Cut] | None:
-    """The cuts of the dimensions into which a reshape makes others. `before` and
-    `after` are their sizes in the whole value, and `local_after` on one device.
+    """The cuts of the dimensions into which a reshape makes a group of others, which
+    have these cuts. `before` and `after` are the sizes of both in the whole value, and
+    `local_after` those of the result on one device. `None` if the result is not cut
+    into segments.
 
     The element at each position has a linear index in the group: the sum of what the
     dimensions add. Its digits in the sizes `after` are the new indices.
@@ -292,11 +301,11 @@ def _regrouped(
     divided = _divided(pieces, local_after)
     if divided is None:
         return None
-    digits: list[Cut] = []
-    rest = offsets
+    new_cuts: list[Cut] = []
+    remaining_offsets = offsets
     for piece, size, stride in zip(divided, after, _strides(after), strict=True):
-        start = rest // stride
-        rest = rest % stride
+        start = remaining_offsets // stride
+        remaining_offsets = remaining_offsets % stride
         step = piece.step
         if piece.length == 1:
             step = stride
@@ -306,12 +315,14 @@ def _regrouped(
         last = start + (piece.length - 1) * step
         if (start < 0).any() or (last >= size).any() or (last < 0).any():
             return None
-        digits.append(context.cuts.from_starts(start, piece.length, step))
-    return digits
+        new_cuts.append(context.cuts.from_starts(start, piece.length, step))
+    return new_cuts
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    """How far neighbours are apart in the linear index, for dimensions of these sizes."""
+    """How far neighbours are apart in the linear index, for dimensions of these
+    sizes.
+    """
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)
@@ -326,33 +337,36 @@ class _Piece(NamedTuple):
 
 
 def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | None:
-    """The pieces merged and split into these sizes; `None` if they do not fit."""
-    rest = [piece for piece in pieces if piece.length != 1]
+    """The pieces of neighbouring dimensions, merged and split into dimensions of these
+    sizes; `None` if they do not fit. Works from the innermost dimension outwards.
+    """
+    remaining = [piece for piece in pieces if piece.length != 1]
     divided: list[_Piece] = []
     for size in reversed(sizes):
         if size == 1:
             divided.insert(0, _Piece(1, 1))
             continue
-        if not rest:
+        if not remaining:
             return None
-        piece = rest.pop()
-        while piece.length < size and rest:
-            above = rest[-1]
-            if above.step != piece.step * piece.length:
+        piece = remaining.pop()
+        while piece.length < size and remaining:
+            outer = remaining[-1]
+            if outer.step != piece.step * piece.length:
                 return None
-            rest.pop()
-            piece = _Piece(above.length * piece.length, piece.step)
+            remaining.pop()
+            piece = _Piece(outer.length * piece.length, piece.step)
         if piece.length % size:
             return None
         divided.insert(0, _Piece(size, piece.step))
         if piece.length > size:
-            rest.append(_Piece(piece.length // size, piece.step * size))
-    return divided if not rest else None
+            remaining.append(_Piece(piece.length // size, piece.step * size))
+    return divided if not remaining else None
 
 
 class Overflowing(NamedTuple):
-    """An idiom: an array whose value has a dimension in several of its own, so that sums
-    of their indices may be beyond the value. These positions have the number of holes.
+    """An idiom: an array whose value has a dimension in several of its own, so that
+    sums of their indices may be beyond the value. These positions have the number of
+    holes.
     """
 
 
@@ -366,7 +380,9 @@ class _Part(NamedTuple):
 
 
 def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> Held:
-    """A reshape of the array of one device, which holds the same value after it."""
+    """A reshape to `shape` of the array of one device, which holds the same value after
+    it. Axes of dimensions of size 1 that it drops become dropped axes.
+    """
     whole_shape: Sequence[int | None] = ()
     if operand.root >= 0:
         whole_shape = context.values.nodes[operand.root].shape
@@ -401,13 +417,13 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
 
 
 def with_absorbed_axes(context: Context, held: Held) -> Held:
-    """The same with the indices in `dropped_axes` added to an axis of the same
+    """The same with the indices in `remaining_axes` added to an axis of the same
     dimension, or in a free dimension of size 1 in its order.
     """
     axes = list(held.axes)
-    dropped_axes = []
+    remaining_axes = []
     for axis in held.dropped_axes:
-        along = next(
+        place = next(
             (
                 dim
                 for dim, other in enumerate(axes)
@@ -415,17 +431,19 @@ def with_absorbed_axes(context: Context, held: Held) -> Held:
             ),
             None,
         )
-        if along is None:
-            dropped_axes.append(axis)
+        if place is None:
+            remaining_axes.append(axis)
             continue
-        other = axes[along]
+        other = axes[place]
         assert other is not None
         dropped_starts = axis.cut.starts[:, :1]
         is_hole = (other.cut.starts == HOLE) | (dropped_starts == HOLE)
         starts = np.where(is_hole, HOLE, other.cut.starts + dropped_starts)
         cut = context.cuts.from_segments(other.cut.lengths, starts, other.cut.step)
-        axes[along] = Axis(axis.dim, cut)
-    held = dataclasses.replace(held, axes=tuple(axes), dropped_axes=tuple(dropped_axes))
+        axes[place] = Axis(axis.dim, cut)
+    held = dataclasses.replace(
+        held, axes=tuple(axes), dropped_axes=tuple(remaining_axes)
+    )
     if held.dropped_axes:
         try:
             held = with_all_axes(held)
@@ -435,13 +453,14 @@ def with_absorbed_axes(context: Context, held: Held) -> Held:
 
 
 def _within(context: Context, held: Held) -> Held:
-    """The same with holes in the place of indices beyond the value, once each of its
-    dimensions is one of the array again.
+    """The same with holes in the place of indices beyond the value. An overflowing
+    array stays as it is while two of its axes are along one dimension of the value:
+    only their sum is an index.
     """
     if not isinstance(held.idiom, Overflowing):
         return held
-    dims = [axis.dim for axis in held.axes if axis is not None]
-    if len(set(dims)) < len(dims):
+    value_dims = [axis.dim for axis in held.axes if axis is not None]
+    if len(set(value_dims)) < len(value_dims):
         return held
     whole_shape = context.values.nodes[held.root].shape
     axes: list[Axis | None] = []
@@ -469,43 +488,44 @@ def _split(
     sizes: list[int],
     whole_shape: Sequence[int | None],
 ) -> _Parts:
-    """The parts of neighbouring dimensions merged and split into these sizes.
-    `whole_shape` is the shape of the value. Raises `Unjudged` if they do not fit.
+    """The parts of neighbouring dimensions, merged and split into dimensions of these
+    sizes. `whole_shape` is the shape of the value. Raises `Unjudged` if they do not
+    fit. Works from the innermost dimension outwards.
     """
     cuts = context.cuts
     is_overflowing = False
-    rest = [part for part in parts if part.length != 1 or part.axis is not None]
-    split: list[_Part] = []
+    remaining = [part for part in parts if part.length != 1 or part.axis is not None]
+    split_parts: list[_Part] = []
     for size in reversed(sizes):
-        if not rest:
+        if not remaining:
             raise Unjudged("a reshape that merges different dimensions")
-        part = rest.pop()
-        while part.length < size and rest:
-            part = _merged(cuts, rest.pop(), part)
+        part = remaining.pop()
+        while part.length < size and remaining:
+            part = _merged(cuts, remaining.pop(), part)
         if part.length % size:
             raise Unjudged("a reshape that merges different dimensions")
         if part.length == size:
-            split.insert(0, part)
+            split_parts.insert(0, part)
             continue
-        count = part.length // size
+        outer_length = part.length // size
         if part.axis is None:
-            split.insert(0, _Part(size, None))
-            rest.append(_Part(count, None))
+            split_parts.insert(0, _Part(size, None))
+            remaining.append(_Part(outer_length, None))
             continue
         dim, cut = part.axis
         whole_size = whole_shape[dim] if dim < len(whole_shape) else None
         halves = cuts.split(cut, size, whole_size)
         is_overflowing |= halves.is_overflowing
-        split.insert(0, _Part(size, Axis(dim, halves.inner)))
-        rest.append(_Part(count, Axis(dim, halves.outer)))
-    if rest:
+        split_parts.insert(0, _Part(size, Axis(dim, halves.inner)))
+        remaining.append(_Part(outer_length, Axis(dim, halves.outer)))
+    if remaining:
         raise Unjudged("a reshape that merges different dimensions")
-    return _Parts(split, is_overflowing)
+    return _Parts(split_parts, is_overflowing)
 
 
 def _merged(cuts: Cuts, major: _Part, minor: _Part) -> _Part:
-    """Two neighbouring parts as one. Raises `Unjudged` if they are of different
-    dimensions, or do not continue each other.
+    """Two neighbouring parts as one, of which `major` is the outer one. Raises
+    `Unjudged` if they are of different dimensions, or do not continue each other.
     """
     length = major.length * minor.length
     if major.axis is None and minor.axis is None:
