@@ -55,13 +55,16 @@ class MappedMatrices:
         too, as `init` returns them, and returns the tree and the new states.
         """
         flat = flatten(tree)
-        # Raises an error if the tree is not the plan's.
-        rows_of(self.plan.content, flat)
+        # Raises an error if the tree is not the plan's. A row number is negative for a
+        # leaf that is no array of the plan, such as one that `select` left out.
+        row_numbers = rows_of(self.plan.content, flat)
         leaves = [*flat.leaves]
+        number_by_path = {}
+        for number, path in enumerate(flat.paths):
+            if row_numbers[number] >= 0:
+                number_by_path[path] = number
         # For each array of the plan, the number of its leaf in the tree.
-        leaf_numbers = [
-            number for number, is_array in enumerate(flat.is_array) if is_array
-        ]
+        leaf_numbers = [number_by_path[leaf.path] for leaf in self.plan.leaves]
         mesh = _mesh_of(self.plan, [leaves[number] for number in leaf_numbers])
         # Arrays that are not divided into matrices: a function maps the whole array.
         for array_number, function in self._others.items():

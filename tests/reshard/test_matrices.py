@@ -575,3 +575,12 @@ def test_modules_keep_what_is_no_array():
     expected = unit(linear.layers[0].weight)
     same(result.layers[0].weight, expected)
     assert result.activation is linear.activation
+
+
+def test_arrays_that_select_left_out_stay():
+    tree = {name: jnp.full((4, 4), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    whole = plan(tree, MESH.build(jax.devices()), paths=FSDP)
+    mapped = map_matrices(lambda matrix: -matrix, whole.select("b"))
+    result = mapped(sfx.shard(tree, whole))
+    same(result["a"], tree["a"])
+    same(result["b"], -tree["b"])
