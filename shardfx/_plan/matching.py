@@ -97,18 +97,25 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
     Raises `PlanMismatchError` if the arrays have other paths than in the plan. Shapes
     and dtypes are not compared.
+
+    The arrays must have the order of those that were planned, or of those in the plan's
+    own tree, which is another one for modules that were read from JSON as dicts.
     """
     if flat.paths == content.path_tree.paths:
         return content.index
-    number_by_path = dict(content.paths_and_rows)
+    paths_and_rows = list(content.paths_and_rows)
+    number_by_path = dict(paths_and_rows)
     are_planned = []
     for path, is_array in zip(flat.paths, flat.is_array, strict=True):
         # An array that the plan lacks makes the paths differ below.
         default = 0 if is_array else NO_ARRAY
         are_planned.append(number_by_path.get(path, default) >= 0)
-    planned = [(path, i) for path, i in content.paths_and_rows if i >= 0]
     paths_to_plan = list(itertools.compress(flat.paths, are_planned))
-    if paths_to_plan != [path for path, _ in planned]:
+    for pairs in (paths_and_rows, content.path_tree.in_order(paths_and_rows)):
+        planned = [(path, i) for path, i in pairs if i >= 0]
+        if paths_to_plan == [path for path, _ in planned]:
+            break
+    else:
         _raise_other_tree(content, flat)
     numbers = iter([i for _, i in planned])
     index = []

@@ -27,6 +27,7 @@ from shardfx import (
     follow,
     fsdp,
     gather,
+    map_matrices,
     plan,
     shard,
 )
@@ -265,6 +266,36 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     leaves = follow(lambda tree: tree, sharding_plan).leaves
     specs = [leaf.spec for leaf in leaves]
     assert specs == [leaf.spec for leaf in sharding_plan.leaves]
+
+
+class Reversed(eqx.Module):
+    """A module whose fields have another order than the sorted keys of a dict."""
+
+    z: jax.Array
+    a: jax.Array
+    fn: object = jnp.tanh
+
+
+def test_a_module_read_as_a_dict_fits_its_own_plan():
+    module = Reversed(jnp.ones((8, 4)), jnp.ones((4, 4)))
+    rules = PathRules([("z", P("fsdp")), ("a", P("tensor"))])
+    mesh = MESH.build(jax.devices())
+    written = plan(module, mesh, paths=rules).to_json()
+    read = ShardPlan.from_json(written).on(mesh)
+
+    arrays: dict[str, Any] = {"z": module.z, "a": module.a}
+    for tree in (arrays, {**arrays, "fn": None}, module):
+        placed = shard(tree, read)
+        specs = [x.sharding.spec for x in jax.tree.leaves(placed) if eqx.is_array(x)]
+        assert sorted(map(str, specs)) == sorted(map(str, (P("fsdp"), P("tensor"))))
+    assert shard(arrays, read)["z"].sharding.spec == P("fsdp")
+    through = filter_jit(lambda tree: tree, in_shardings=(read,), out_shardings=read)
+    assert through(arrays)["a"].sharding.spec == P("tensor")
+
+    negated = map_matrices(lambda matrix: -matrix, read, where={"a": None})
+    result = negated(shard(arrays, read))
+    assert result["z"].tolist() == (-module.z).tolist()
+    assert result["a"].tolist() == module.a.tolist()
 
 
 # --- names that classes declare, and names that are given beside them
