@@ -1,5 +1,7 @@
 """`check_step` of steps that are jitted with `compiler_options`."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ FAST_MATH = {
     "xla_cpu_fast_math_honor_infs": False,
 }
 QUICK = {"xla_backend_optimization_level": 0}
+# The annotations of Equinox leave out what it passes to `jax.jit`.
+equinox_jit: Any = eqx.filter_jit
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_a_step_of_equinox_with_options_is_compared(mesh):
     def step(layer, x, power):
         return jax.vmap(layer)(x) ** power
 
-    jitted = eqx.filter_jit(step, compiler_options=QUICK)
+    jitted = equinox_jit(step, compiler_options=QUICK)
     x = rows(mesh, 16, 8) / 100
     checked = check_step(jitted, layer, x, 2)
     assert checked, checked
@@ -60,7 +64,7 @@ def test_a_wrong_equation_of_a_step_of_equinox_is_found(mesh):
     def wrong(x):
         return jnp.tanh(x) + 1.0
 
-    jitted = eqx.filter_jit(wrong, compiler_options=QUICK)
+    jitted = equinox_jit(wrong, compiler_options=QUICK)
     checked = check_step(jitted, rows(mesh, 16, 8), reference=jnp.tanh)
     assert not checked
     assert any(frame.function.endswith("wrong") for frame in checked.lines), checked
@@ -68,7 +72,7 @@ def test_a_wrong_equation_of_a_step_of_equinox_is_found(mesh):
 
 def test_options_of_equinox_that_change_numbers_are_said(mesh):
     x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
-    checked = check_step(eqx.filter_jit(lambda x: x - x, compiler_options=FAST_MATH), x)
+    checked = check_step(equinox_jit(lambda x: x - x, compiler_options=FAST_MATH), x)
     assert not checked
     assert "xla_cpu_enable_fast_math" in str(checked)
 
