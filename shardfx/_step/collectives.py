@@ -429,6 +429,10 @@ class DevicePositions:
         slices: range = range(1),
         ids: Sequence[int] = (),
     ):
+        """The arguments are those of the class: the mesh, the devices of one slice in
+        the program's first line, the numbers of the program's slices, and the ids of
+        the devices in the order of the mesh.
+        """
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
         # The text does not say the number, or each slice has one device.
         if mesh is not None and slice_devices == 1:
@@ -500,7 +504,9 @@ class DevicePositions:
         return numbers
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a collective's replica group differ."""
+        """The mesh axes along which the devices of a collective's replica group
+        differ.
+        """
         differs = np.zeros(len(self.axis_names), dtype=bool)
         for group in collective.groups:
             members = self.coordinates[:, group]

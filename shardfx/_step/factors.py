@@ -176,7 +176,9 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> FactorDims:
 
 
 def _one_each(start: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The factors of an array's dimensions, each with one: from `start` on."""
+    """The factors of each dimension of an array of this rank, one for each: ((3,),
+    (4,)) for the rank 2, from factor 3 on.
+    """
     return tuple((factor,) for factor in range(start, start + rank))
 
 

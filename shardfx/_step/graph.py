@@ -158,17 +158,17 @@ class _Walk:
         block: ir.Block,
         arguments: Sequence[int],
         outer: _Known,
-        times: float,
+        runs: float,
     ) -> list[int]:
-        """Adds the operations of an MLIR block, and returns the numbers of the block's
-        results. `arguments` are the numbers of the block's arguments. `outer` has the
-        numbers of the values around the block.
+        """Adds the operations of an MLIR block that a step runs `runs` times, and
+        returns the numbers of the block's results. `arguments` are the numbers of the
+        block's arguments. `outer` has the numbers of the values around the block.
         """
         numbers_of = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = block.operations
         for inner in body:
             op = inner.operation
-            results = self.add_operation(op, numbers_of, times)
+            results = self.add_operation(op, numbers_of, runs)
             numbers_of.update(zip(op.results, results, strict=True))
         return [numbers_of[value] for value in last.operation.operands]
 
@@ -176,7 +176,7 @@ class _Walk:
         self,
         op: Op,
         value_numbers: _Known,
-        times: float,
+        runs: float,
     ) -> Sequence[int]:
         """Adds an operation, or the operations that it calls, and returns the numbers
         of its results.
@@ -184,24 +184,24 @@ class _Walk:
         _, _, name = op.name.rpartition(".")
         ins = [value_numbers[value] for value in op.operands]
         if name in _CALLS:
-            return self.inline_call(op, _CALLS[name], ins, times)
+            return self.inline_call(op, _CALLS[name], ins, runs)
         if name == "while":
-            return self.inline_loop(op, ins, value_numbers, times)
+            return self.inline_loop(op, ins, value_numbers, runs)
         if name == "optimization_barrier":
             # A barrier returns each of its arrays unchanged.
-            return [self.add_identity(name, (value,), times, op) for value in ins]
+            return [self.add_identity(name, (value,), runs, op) for value in ins]
         outs = self.add_values(op.results, result_shardings(op))
         if name in ("case", "if"):
-            self.inline_branches(op, outs, value_numbers, times)
+            self.inline_branches(op, outs, value_numbers, runs)
         elif name == "manual_computation":
-            self.inline_shard_map(op, ins, outs, value_numbers, times)
+            self.inline_shard_map(op, ins, outs, value_numbers, runs)
         elif name == "constant":
             self.set_free(outs[0])
             number = _integer(op)
             if number is not None:
                 self.literals[outs[0]] = number
         elif outs:
-            self.add_plain(op, name, ins, outs, times)
+            self.add_plain(op, name, ins, outs, runs)
         return outs
 
     def inline_call(
@@ -209,13 +209,13 @@ class _Walk:
         op: Op,
         attribute: str,
         ins: Sequence[int],
-        times: float,
+        runs: float,
     ) -> list[int]:
         """Adds the operations of the function that the attribute of a call names."""
         symbol = ir.FlatSymbolRefAttr(op.attributes[attribute]).value
         block = self.functions[symbol].regions[0].blocks[0]
         self.calls.append(op.location)
-        results = self.inline(block, ins, {}, times)
+        results = self.inline(block, ins, {}, runs)
         self.calls.pop()
         return results
 
@@ -224,15 +224,15 @@ class _Walk:
         op: Op,
         outs: Sequence[int],
         value_numbers: _Known,
-        times: float,
+        runs: float,
     ) -> None:
         """Adds the operations of all branches of a conditional."""
         # The program does not show which branch runs, so all branches count equally.
-        part = times / len(op.regions)
+        runs_of_branch = runs / len(op.regions)
         for region in op.regions:
-            results = self.inline(region.blocks[0], (), value_numbers, part)
+            results = self.inline(region.blocks[0], (), value_numbers, runs_of_branch)
             for value, out in zip(results, outs, strict=True):
-                self.add_identity("carry", (value,), part, op, out)
+                self.add_identity("carry", (value,), runs_of_branch, op, out)
 
     def set_free(self, number: int) -> None:
         """Notes that every device can compute any shard of a value."""
@@ -244,10 +244,10 @@ class _Walk:
         name: str,
         ins: Sequence[int],
         outs: Sequence[int],
-        times: float,
+        runs: float,
     ) -> None:
-        """Adds an operation with nothing to inline. If it has regions, they only
-        combine two elements, as in a sum.
+        """Adds an operation with nothing to inline. `ins` and `outs` are the numbers of
+        its operands and results. If it has regions, they only combine two elements.
         """
         operands = [self.values[number] for number in ins]
         results = [self.values[number] for number in outs]
@@ -286,7 +286,7 @@ class _Walk:
                 ins=tuple(ins),
                 outs=tuple(outs),
                 factors=factors,
-                times=times,
+                times=runs,
                 flops=flops,
                 location=self.locations(op),
                 counted=counted,
@@ -360,7 +360,7 @@ class _Walk:
         self,
         name: str,
         ins: tuple[int, ...],
-        times: float,
+        runs: float,
         op: Op,
         out: int | None = None,
     ) -> int:
@@ -377,7 +377,7 @@ class _Walk:
                 ins=ins,
                 outs=(out,),
                 factors=identity(operand.shape, len(ins) + 1),
-                times=times,
+                times=runs,
                 flops=0.0,
                 location=self.locations(op),
             )
@@ -389,23 +389,23 @@ class _Walk:
         op: Op,
         ins: Sequence[int],
         value_numbers: _Known,
-        times: float,
+        runs: float,
     ) -> list[int]:
         """Adds the operations of a `while` loop, whose body and condition count once
         per iteration, and returns the numbers of its results. A value that the body
         does not change keeps its number.
         """
         test, body = (region.blocks[0] for region in op.regions)
-        changes: list[bool] = []
+        are_changed: list[bool] = []
         for value, argument in zip(_returned(body), body.arguments, strict=True):
-            changes.append(value != argument)
-        # The values with which an iteration starts, and below those that it ends with.
-        starts: list[int] = []
-        for value, is_changed in zip(ins, changes, strict=True):
+            are_changed.append(value != argument)
+        # The numbers of the values with which an iteration starts.
+        firsts: list[int] = []
+        for value, is_changed in zip(ins, are_changed, strict=True):
             if is_changed:
-                value = self.add_identity("carry", (value,), times, op)
-            starts.append(value)
-        for value, sharding in zip(starts, result_shardings(op), strict=False):
+                value = self.add_identity("carry", (value,), runs, op)
+            firsts.append(value)
+        for value, sharding in zip(firsts, result_shardings(op), strict=False):
             if sharding is not None:
                 self.values[value] = dataclasses.replace(
                     self.values[value], sharding=sharding
@@ -415,20 +415,20 @@ class _Walk:
         if trips is None:
             self.add_note("the trips of a loop are not in the program: it counts once")
         if counter is not None:
-            self.counters[starts[counter]] = starts[counter]
-        times_in_loop = times if trips is None else times * trips
-        ends = self.inline(body, starts, value_numbers, times_in_loop)
-        self.inline(test, starts, value_numbers, times_in_loop)
+            self.counters[firsts[counter]] = firsts[counter]
+        iterations = runs if trips is None else runs * trips
+        lasts = self.inline(body, firsts, value_numbers, iterations)
+        self.inline(test, firsts, value_numbers, iterations)
         results: list[int] = []
-        for start, end, is_changed in zip(starts, ends, changes, strict=True):
-            result = start
+        for first, last, is_changed in zip(firsts, lasts, are_changed, strict=True):
+            result = first
             if is_changed:
-                result = self.add_identity("return", (end, start), times_in_loop, op)
+                result = self.add_identity("return", (last, first), iterations, op)
             results.append(result)
-        self.add_use(op, itertools.compress(ins, map(operator.not_, changes)), times)
+        self.add_use(op, itertools.compress(ins, map(operator.not_, are_changed)), runs)
         return results
 
-    def add_use(self, op: Op, values: Iterable[int], times: float) -> None:
+    def add_use(self, op: Op, values: Iterable[int], runs: float) -> None:
         """Adds the use of the arrays that a loop reads until it ends."""
         arrays = [value for value in values if self.values[value].shape]
         self.operations.append(
@@ -437,7 +437,7 @@ class _Walk:
                 ins=tuple(arrays),
                 outs=(),
                 factors=Factors(sizes=(), ins=(), outs=()),
-                times=times,
+                times=runs,
                 flops=0.0,
                 location=self.locations(op),
             )
@@ -498,7 +498,7 @@ class _Walk:
         ins: Sequence[int],
         outs: Sequence[int],
         value_numbers: _Known,
-        times: float,
+        runs: float,
     ) -> None:
         """Adds the operations of a `shard_map`, whose body computes on shards of the
         operands.
@@ -513,15 +513,15 @@ class _Walk:
             shard_elements = max(1, math.prod(self.values[shard].shape))
             shard_counts.append(math.prod(self.values[whole].shape) / shard_elements)
         shards = max(shard_counts, default=1.0)
-        self.shard_boundary(ins, inner, times, op)
-        results = self.inline(block, inner, value_numbers, times * shards)
-        self.shard_boundary(results, outs, times, op)
+        self.shard_boundary(ins, inner, runs, op)
+        results = self.inline(block, inner, value_numbers, runs * shards)
+        self.shard_boundary(results, outs, runs, op)
 
     def shard_boundary(
         self,
         ins: Sequence[int],
         outs: Sequence[int],
-        times: float,
+        runs: float,
         op: Op,
     ) -> None:
         """Adds an operation for each array that enters or leaves the body of a
@@ -538,7 +538,7 @@ class _Walk:
                     ins=(value,),
                     outs=(out,),
                     factors=rule([shape], [other_shape]),
-                    times=times,
+                    times=runs,
                     flops=0.0,
                     location=self.locations(op),
                 )

@@ -111,21 +111,21 @@ def main() -> None:
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
     # At most one child, stopped after its answer: the next request may let it go on.
-    kept: list[_Child] = []
-    while line := _next_line(source, kept):
+    kept_children: list[_Child] = []
+    while line := _next_line(source, kept_children):
         request = json.loads(line)
         module = source.read(request["size"])
         texts: list[bytes] = []
         error = loading_error
         if not loading_error:
-            texts, error = _answer(module, request, folder, kept)
+            texts, error = _answer(module, request, folder, kept_children)
         answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()
         except BrokenPipeError:
             break
-    _end_all(kept)
+    _end_all(kept_children)
     # The parent removes the folder, too, unless it was killed.
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
@@ -164,12 +164,12 @@ def _loaded(library: str) -> str:
     return ""
 
 
-def _next_line(source: BinaryIO, kept: list["_Child"]) -> bytes:
-    """The first line of the next request. The child in `kept`, if any, ends if there is
-    none for some time.
+def _next_line(source: BinaryIO, kept_children: list["_Child"]) -> bytes:
+    """The first line of the next request. The child in `kept_children`, if any, ends if
+    there is none for some time.
     """
-    if kept and not select.select([source], [], [], _KEPT_SECONDS)[0]:
-        _end_all(kept)
+    if kept_children and not select.select([source], [], [], _KEPT_SECONDS)[0]:
+        _end_all(kept_children)
     return source.readline()
 
 
@@ -177,36 +177,36 @@ def _answer(
     module: bytes,
     request: dict[str, Any],
     folder: str,
-    kept: list["_Child"],
+    kept_children: list["_Child"],
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text. A file that
     libtpu did not write is empty.
 
-    After a request that "may go on", the child is stopped and kept in `kept`. It
-    goes on if the next request asks for later files of the same compilation.
+    After a request that "may go on", the child is stopped and kept in `kept_children`.
+    It goes on if the next request asks for later files of the same compilation.
     """
     question = (module, *(request.get(name) for name in _COMPILATION))
-    if kept and kept[0].question == question:
-        child = kept.pop()
+    if kept_children and kept_children[0].question == question:
+        child = kept_children.pop()
         os.kill(child.id, signal.SIGCONT)
     else:
-        _end_all(kept)
+        _end_all(kept_children)
         child = None
     try:
         if child is None:
             own_folder = tempfile.mkdtemp(dir=folder)
             child = _started(module, request, own_folder, question)
-        error = _wait(child.folder, request, child.reading)
+        error = _wait(child.folder, request, child.words_pipe)
         texts = [_text(child.folder, name) for name in request["files"]]
     except OSError as full_disk:
         texts = []
         error = str(full_disk)
     if child is not None:
-        kept.append(child)
+        kept_children.append(child)
         if request["may_go_on"] and not error:
             os.kill(child.id, signal.SIGSTOP)
         else:
-            _end_all(kept)
+            _end_all(kept_children)
     return texts, error
 
 
@@ -215,13 +215,13 @@ class _Child(NamedTuple):
 
     - `question`: what it compiles, and how.
     - `folder`: the folder to which libtpu dumps.
-    - `reading`: the pipe with its last words.
+    - `words_pipe`: the pipe with its last words.
     """
 
     question: tuple[Any, ...]
     folder: str
     id: int
-    reading: int
+    words_pipe: int
 
 
 def _started(
@@ -231,29 +231,30 @@ def _started(
     question: tuple[Any, ...] = (),
 ) -> _Child:
     """Starts a child process that compiles."""
-    reading, writing = os.pipe()
+    words_pipe, child_pipe = os.pipe()
     parent = os.getpid()
     child_id = os.fork()
     if not child_id:
-        os.close(reading)
-        _compile(module, request, folder, writing, parent)
-    os.close(writing)
-    return _Child(question=question, folder=folder, id=child_id, reading=reading)
+        os.close(words_pipe)
+        _compile(module, request, folder, child_pipe, parent)
+    os.close(child_pipe)
+    return _Child(question=question, folder=folder, id=child_id, words_pipe=words_pipe)
 
 
 def _end_all(children: list[_Child]) -> None:
     """Ends children, and removes their folders."""
     while children:
         child = children.pop()
-        os.close(child.reading)
+        os.close(child.words_pipe)
         os.kill(child.id, signal.SIGKILL)
         os.waitpid(child.id, 0)
         shutil.rmtree(child.folder, ignore_errors=True)
 
 
-def _wait(folder: str, request: dict[str, Any], reading: int) -> str:
+def _wait(folder: str, request: dict[str, Any], words_pipe: int) -> str:
     """Waits until the file is there that libtpu writes after the requested ones, until
     the child ends, or until its time is over. Returns an error text, or "".
+    `words_pipe` is the pipe with the last words of the child.
     """
     last_file = os.path.join(folder, request["last"])
     deadline = time.monotonic() + request["seconds"]
@@ -262,11 +263,11 @@ def _wait(folder: str, request: dict[str, Any], reading: int) -> str:
             return f"libtpu had no answer in {request['seconds']:.0f} s"
         # The parent sends nothing before it has the answer, so standard input becomes
         # ready only when it ends.
-        ready = select.select([reading, 0], [], [], _LOOK_EVERY_SECONDS)[0]
+        ready = select.select([words_pipe, 0], [], [], _LOOK_EVERY_SECONDS)[0]
         if 0 in ready:
             return "nobody waits for the answer"
-        if reading in ready:
-            return _last_words(folder, reading)
+        if words_pipe in ready:
+            return _last_words(folder, words_pipe)
     return ""
 
 
@@ -300,10 +301,10 @@ def _beside(name: str) -> types.ModuleType:
     return module
 
 
-def _last_words(folder: str, reading: int) -> str:
+def _last_words(folder: str, words_pipe: int) -> str:
     """The error text of a child that ends; "" if it compiled the module."""
     words = b""
-    while part := os.read(reading, 65_536):
+    while part := os.read(words_pipe, 65_536):
         words += part
     if words.startswith(b"\0"):
         return ""
@@ -331,11 +332,11 @@ def _compile(
     module: bytes,
     request: dict[str, Any],
     folder: str,
-    writing: int,
+    child_pipe: int,
     parent: int,
 ) -> NoReturn:
     """Compiles the module in the child process, and ends the process. Writes a null
-    byte to the pipe `writing`, or an error text.
+    byte to the pipe `child_pipe`, or an error text.
     """
     words = b"\0"
     # Nothing may be raised out of this block: the child would go on as a second parent.
@@ -363,7 +364,7 @@ def _compile(
     except (RuntimeError, ValueError, TypeError, OSError, ir.MLIRError) as error:
         words = str(error).encode()[:_MOST_BYTES_OF_ERROR]
     finally:
-        os.write(writing, words)
+        os.write(child_pipe, words)
         os._exit(0)
 
 

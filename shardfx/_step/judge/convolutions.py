@@ -91,17 +91,17 @@ def _spatial_dims(
     """
     assert node.instruction is not None
     shape = arrays_in(instruction.result)[0].shape
-    count = len(labels.spatial)
-    local_windows = window_of(instruction, count)
-    whole_windows = window_of(node.instruction, count)
+    spatial_count = len(labels.spatial)
+    local_windows = window_of(instruction, spatial_count)
+    whole_windows = window_of(node.instruction, spatial_count)
     dims: dict[str, _SpatialDim] = {}
-    for number, letter in enumerate(labels.spatial):
+    for window_number, letter in enumerate(labels.spatial):
         place = labels.out.index(letter)
         dims[letter] = _SpatialDim(
             image=labels.image.index(letter),
             kernel=labels.kernel.index(letter),
-            local_window=local_windows[number],
-            whole_window=whole_windows[number],
+            local_window=local_windows[window_number],
+            whole_window=whole_windows[window_number],
             local_size=shape[place],
             whole_size=_known_size(node.shape[place]),
         )
@@ -112,15 +112,15 @@ def _convolved(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    number: int,
+    value_number: int,
 ) -> Held:
-    """The result of a convolution as the value `number` of the whole program. A sum over
-    features or over a window that is cut is unfinished.
+    """The result of a convolution as the value `value_number` of the whole program. A
+    sum over features or over a window that is cut is unfinished.
     """
     image, kernel = operands
     shape = arrays_in(instruction.result)[0].shape
     labels = _Labels(instruction)
-    node = context.values.nodes[number]
+    node = context.values.nodes[value_number]
     assert node.instruction is not None
     # The cuts of the result's dimensions by their letters.
     cuts: dict[str, Cut | None] = {}
@@ -135,7 +135,7 @@ def _convolved(
         terms = product_of_terms(context.everywhere, terms, terms_of_window)
     ordered_cuts = [cuts[letter] for letter in labels.out]
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, ordered_cuts, number)
+    held = held_result(context, form, instruction, shape, ordered_cuts, value_number)
     return with_sums(context, held, operands, terms, Fraction(1), None)
 
 
@@ -145,7 +145,9 @@ def _terms_of_features(
     labels: _Labels,
     node: Node,
 ) -> tuple[int, ...] | None:
-    """The terms of the sum over the input features; `None` if each device has all."""
+    """The terms of the sum over the input features, as in `Held.terms`; `None` if each
+    device has all. `node` is the value of the convolution.
+    """
     image, kernel = operands
     image_dim = labels.image.index("f")
     axes = [
@@ -167,44 +169,52 @@ def _features(
     kernel: Held,
     labels: _Labels,
 ) -> Axis | None:
-    """The features of an image. A device that slides over zeros alone, since no
-    neighbour sends it a row, has any features: each term of its sums is zero.
+    """The axis of the features of an image. A device that slides over zeros alone,
+    since no neighbour sends it a row, has any features, such as those of its kernel:
+    each term of its sums is zero.
     """
     axis = image.axes[labels.image.index("f")]
-    other = kernel.axes[labels.kernel.index("i")]
-    if axis is None or other is None or image.fill != 0:
+    kernel_axis = kernel.axes[labels.kernel.index("i")]
+    if axis is None or kernel_axis is None or image.fill != 0:
         return axis
     slides_over_nothing = _slide_over_nothing(context, image, labels)
-    if axis.cut.lengths != other.cut.lengths or axis.cut.step != other.cut.step:
+    if (
+        axis.cut.lengths != kernel_axis.cut.lengths
+        or axis.cut.step != kernel_axis.cut.step
+    ):
         return axis
-    starts = np.where(slides_over_nothing[:, None], other.cut.starts, axis.cut.starts)
+    starts = np.where(
+        slides_over_nothing[:, None], kernel_axis.cut.starts, axis.cut.starts
+    )
     return Axis(
         axis.dim, context.cuts.from_segments(axis.cut.lengths, starts, axis.cut.step)
     )
 
 
 def _batch(context: Context, image: Held, labels: _Labels) -> Cut | None:
-    """The batch of an image. A device that slides over zeros alone has that of the
-    others, if it is one: its sums are zero for any.
+    """The cut of the batch of an image. A device that slides over zeros alone has that
+    of the others, if they have one: its sums are zero for any.
     """
     axis = image.axes[labels.image.index("b")]
     if axis is None or image.fill != 0 or not axis.cut.has_holes:
         return cut_of(axis)
     slides_over_nothing = _slide_over_nothing(context, image, labels)
-    others = axis.cut.starts[~slides_over_nothing]
-    if not len(others) or (others != others[:1]).any():
+    other_starts = axis.cut.starts[~slides_over_nothing]
+    if not len(other_starts) or (other_starts != other_starts[:1]).any():
         return axis.cut
-    starts = np.where(slides_over_nothing[:, None], others[:1], axis.cut.starts)
+    starts = np.where(slides_over_nothing[:, None], other_starts[:1], axis.cut.starts)
     return context.cuts.from_segments(axis.cut.lengths, starts, axis.cut.step)
 
 
 def _slide_over_nothing(context: Context, image: Held, labels: _Labels) -> np.ndarray:
-    """Which devices have no row of an image."""
+    """Which devices have no row of an image: in one of its spatial dimensions, all
+    positions are holes. A mask of devices.
+    """
     have_nothing = np.zeros(context.devices, bool)
     for letter in labels.spatial:
-        rows = image.axes[labels.image.index(letter)]
-        if rows is not None:
-            have_nothing |= (rows.cut.starts == HOLE).all(axis=1)
+        axis = image.axes[labels.image.index(letter)]
+        if axis is not None:
+            have_nothing |= (axis.cut.starts == HOLE).all(axis=1)
     return have_nothing
 
 
@@ -232,23 +242,25 @@ def _grouped(
     """
     image, kernel = operands
     assert node.instruction is not None
-    local = _groups(instruction)
-    whole = _groups(node.instruction)
+    local_groups = _groups(instruction)
+    whole_groups = _groups(node.instruction)
     # A convolution in groups of features is none in groups of the batch.
-    if whole.batch > 1:
+    if whole_groups.batch > 1:
         letter = "b"
-        counts = _Counts(local=local.batch, whole=whole.batch)
-        others = _Counts(local=local.features, whole=whole.features)
+        counts = _Counts(local=local_groups.batch, whole=whole_groups.batch)
+        other_counts = _Counts(local=local_groups.features, whole=whole_groups.features)
     else:
         letter = "f"
-        counts = _Counts(local=local.features, whole=whole.features)
-        others = _Counts(local=local.batch, whole=whole.batch)
-    if others != (1, 1):
+        counts = _Counts(local=local_groups.features, whole=whole_groups.features)
+        other_counts = _Counts(local=local_groups.batch, whole=whole_groups.batch)
+    if other_counts != (1, 1):
         raise Unjudged("a convolution in groups of two kinds")
     cuts["f"] = _cut_into_groups(context, operands, node, labels, letter, counts)
     input_dim = labels.kernel.index("i")
     if letter == "b":
-        per_group = node.operands[0].shape[labels.image.index("b")] // whole.batch
+        per_group = (
+            node.operands[0].shape[labels.image.index("b")] // whole_groups.batch
+        )
         cuts["b"] = context.cuts.whole(per_group)
         if per_group != _known_size(node.shape[labels.out.index("b")]):
             raise Unjudged("a convolution in groups of the batch")
@@ -285,7 +297,7 @@ def _cut_into_groups(
 ) -> Cut:
     """The cut of the result's features, which is that of the kernel's output features.
     Each device has to have the same whole groups of them and of the image's dimension
-    `letter`.
+    `letter`, "f" or "b". `counts` has the numbers of groups.
     """
     image, kernel = operands
     image_dim = labels.image.index(letter)
@@ -315,19 +327,20 @@ def _spatial(
     dim: _SpatialDim,
     node: Node,
 ) -> tuple[Cut | None, tuple[int, ...] | None]:
-    """The cut of a spatial dimension of the result, and the terms of the sum over the
-    window, `None` if each device has all of them.
+    """The cut of the spatial dimension `dim` of the result, and the terms of the sum
+    over its window; `None` if each device has all of them. `node` is the value of the
+    convolution.
     """
     image, kernel = operands
     image_size = node.operands[0].shape[dim.image]
     kernel_size = node.operands[1].shape[dim.kernel]
     axis = image.axes[dim.image]
-    taps = kernel.axes[dim.kernel]
+    kernel_axis = kernel.axes[dim.kernel]
     is_whole = (
         image.shape[dim.image] == image_size
         and (axis is None or context.cuts.is_whole(axis.cut, image_size))
         and kernel.shape[dim.kernel] == kernel_size
-        and (taps is None or context.cuts.is_whole(taps.cut, kernel_size))
+        and (kernel_axis is None or context.cuts.is_whole(kernel_axis.cut, kernel_size))
     )
     if is_whole and dim.local_window == dim.whole_window:
         return context.cuts.whole(dim.local_size), None
@@ -337,10 +350,12 @@ def _spatial(
         axis = Axis(0, context.cuts.whole(1))
     if axis.cut.has_holes and image.fill != 0:
         raise Unjudged("a convolution over padding")
-    if taps is not None and taps.cut.has_holes and kernel.fill != 0:
+    if kernel_axis is not None and kernel_axis.cut.has_holes and kernel.fill != 0:
         raise Unjudged("a convolution over padding")
-    kernel_cut = context.cuts.whole(kernel_size) if taps is None else taps.cut
-    if taps is None and kernel.shape[dim.kernel] != kernel_size:
+    kernel_cut = (
+        context.cuts.whole(kernel_size) if kernel_axis is None else kernel_axis.cut
+    )
+    if kernel_axis is None and kernel.shape[dim.kernel] != kernel_size:
         raise Unjudged("a convolution of a broadcast along its window")
     return windowed_cut(
         context.cuts,
@@ -357,8 +372,8 @@ def reduce_window(
     operands: Sequence[Held],
 ) -> Held:
     """The result of a reduction over windows, as of a pool."""
-    operand, start = operands
-    require_finished(start, "reduce-window")
+    operand, initial = operands
+    require_finished(initial, "reduce-window")
     reducer = reducer_of(context.module, instruction)
     if operand.terms is not None and not (reducer == operand.reducer == "add"):
         require_finished(operand, "reduce-window")
@@ -373,48 +388,52 @@ def _reduced_window(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    number: int,
+    value_number: int,
     reducer: str,
     shape: tuple[int, ...],
 ) -> Held:
-    """As `reduce_window`, as the value `number` of the whole program. Along a dimension
-    that is cut, a window may read holes whose number the reduction leaves as it is.
+    """As `reduce_window`, as the value `value_number` of the whole program, with the
+    shape `shape` on one device. Along a dimension that is cut, a window may read holes
+    whose number the reduction leaves as it is.
     """
-    operand, start = operands
-    node = context.values.nodes[number]
+    operand, initial = operands
+    node = context.values.nodes[value_number]
     assert node.instruction is not None
     rank = len(shape)
     dtype = arrays_in(instruction.result)[0].dtype
-    local, whole = window_of(instruction, rank), window_of(node.instruction, rank)
+    local_windows, whole_windows = (
+        window_of(instruction, rank),
+        window_of(node.instruction, rank),
+    )
     cuts: list[Cut | None] = []
     for dim in range(rank):
         axis, size = operand.axes[dim], node.operands[0].shape[dim]
-        if local[dim].is_trivial and whole[dim].is_trivial:
+        if local_windows[dim].is_trivial and whole_windows[dim].is_trivial:
             cuts.append(cut_of(axis))
             continue
         if axis is None or context.cuts.is_whole(axis.cut, size):
-            if operand.shape[dim] != size or local[dim] != whole[dim]:
+            if operand.shape[dim] != size or local_windows[dim] != whole_windows[dim]:
                 raise Unjudged("a window over a broadcast")
             cuts.append(context.cuts.whole(shape[dim]))
             continue
         if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
             raise Unjudged("a window over padding")
         # The window's own padding has this number.
-        if not is_identity(constant_number(start), reducer, dtype):
+        if not is_identity(constant_number(initial), reducer, dtype):
             raise Unjudged("a window that starts with another number")
-        taps = context.cuts.whole(whole[dim].size)
-        cut, part = windowed_cut(
+        taps = context.cuts.whole(whole_windows[dim].size)
+        cut, terms = windowed_cut(
             context.cuts,
             (context.cuts.indices(axis.cut), context.cuts.indices(taps)),
-            (local[dim], whole[dim]),
-            (size, whole[dim].size),
+            (local_windows[dim], whole_windows[dim]),
+            (size, whole_windows[dim].size),
             (shape[dim], _known_size(node.shape[dim])),
         )
-        if part is not None:
+        if terms is not None:
             raise Unjudged("a window over parts")
         cuts.append(cut)
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, value_number)
     return held.with_sums_of(operand)
 
 
@@ -434,41 +453,42 @@ def _scattered(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    number: int,
+    value_number: int,
 ) -> Held:
-    """As `select_and_scatter`, as the value `number` of the whole program. The third
-    operand is the number with which each element starts.
+    """As `select_and_scatter`, as the value `value_number` of the whole program.
+    Operand 0 is the image whose windows select an element, operand 1 has what each
+    window adds to it, and operand 2 is the number with which each element starts.
     """
     image, source, _ = operands
     shape = arrays_in(instruction.result)[0].shape
-    node = context.values.nodes[number]
+    node = context.values.nodes[value_number]
     assert node.instruction is not None
-    local = window_of(instruction, len(shape))
-    whole = window_of(node.instruction, len(shape))
+    local_windows = window_of(instruction, len(shape))
+    whole_windows = window_of(node.instruction, len(shape))
     cuts: list[Cut | None] = []
     for dim in range(len(shape)):
         axes = (image.axes[dim], source.axes[dim])
-        if local[dim].is_trivial and whole[dim].is_trivial:
+        if local_windows[dim].is_trivial and whole_windows[dim].is_trivial:
             cut = joined_cut(context, "select-and-scatter", dim, axes)
             if cut is None and shape[dim] == node.shape[dim]:
                 cut = context.cuts.whole(shape[dim])
             cuts.append(cut)
             continue
-        arrays = node.operands
-        sizes = (arrays[0].shape[dim], arrays[1].shape[dim])
+        whole_operands = node.operands
+        sizes = (whole_operands[0].shape[dim], whole_operands[1].shape[dim])
         image_cut = _whole_or_cut(context, axes[0], sizes[0], image.shape[dim])
         source_cut = _whole_or_cut(context, axes[1], sizes[1], source.shape[dim])
         is_whole = context.cuts.is_whole(image_cut, sizes[0])
         is_whole &= context.cuts.is_whole(source_cut, sizes[1])
-        if is_whole and local[dim] == whole[dim]:
+        if is_whole and local_windows[dim] == whole_windows[dim]:
             cuts.append(context.cuts.whole(sizes[0]))
             continue
         _require_no_effect_of_holes(context, instruction, operands)
         indices = (context.cuts.indices(image_cut), context.cuts.indices(source_cut))
-        windows = (local[dim], whole[dim])
+        windows = (local_windows[dim], whole_windows[dim])
         cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
     form = form_in(context, instruction, operands, shape)
-    return held_result(context, form, instruction, shape, cuts, number)
+    return held_result(context, form, instruction, shape, cuts, value_number)
 
 
 def _whole_or_cut(
