@@ -173,7 +173,8 @@ def _by_rules(
     be used.
     """
     xp = jnp if _is_in_jax(arrays) else np
-    run = ft.partial(on_arrays, xp)
+    apply_operation = ft.partial(on_arrays, xp)
+    # The arrays before each step by path, and their shapes and dtypes.
     leaves = dict(arrays)
     structs = structs_of(arrays, arrays.values())
     for number, step in enumerate(steps, 1):
@@ -186,7 +187,13 @@ def _by_rules(
         results = {}
         # Problems were raised when the map was bound.
         for path, rule, binding in matched_rules(step, structs, target, problems=[]):
-            array = evaluated(rule, binding, leaves, leaves.__getitem__, run)
+            array = evaluated(
+                expression=rule,
+                binding=binding,
+                leaves=leaves,
+                value_of_leaf=leaves.__getitem__,
+                apply_operation=apply_operation,
+            )
             if array.dtype != target[path].dtype:
                 array = cast_array(array, target[path].dtype)
             results[path] = array
@@ -463,11 +470,13 @@ def scattered(
         )
         return scattered(array, other_dims, merged, axis + 1)
 
+    # Each iteration of the outermost loop writes into a row of its own: the inner loops
+    # replace elements in the part of the row that they reach.
     count, step = dim_factors[0]
     rows = _in_rows(array, axis, count, step)
-    inner = _span_below(dim_factors, step)
-    inner_rows = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
-    inner_factors = ((inner, dim_factors[1:]), *other_dims)
+    inner_size = _span_below(dim_factors, step)
+    inner_rows = jax.lax.slice_in_dim(rows, 0, inner_size, axis=axis + 1)
+    inner_factors = ((inner_size, dim_factors[1:]), *other_dims)
     new_rows = scattered(inner_rows, inner_factors, new_elements, axis + 1)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, new_rows, 0, axis + 1)
     flat_shape = _resized(array.shape, axis, count * step)

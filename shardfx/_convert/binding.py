@@ -225,7 +225,7 @@ def _fitting(
     problems: list[Problem],
 ) -> Made:
     """The leaf `path` in the dtype of the target. What does not fit the target is
-    appended to `problems`.
+    appended to `problems`: a shape, or a dtype without `casts`, which allows any cast.
     """
     shape = tuple(target.shape)
     if leaf.shape != shape:
@@ -270,7 +270,8 @@ def _unused(
     left_out: Sequence[Pattern],
 ) -> Iterator[Problem]:
     """Yields a problem for each kind of leaf that no rule uses, unless its path matches
-    one of `left_out`.
+    one of `left_out`. The paths of one kind differ only in numbers. `used` has the
+    paths of the leaves that rules use.
     """
     paths_by_kind: dict[object, list[str]] = {}
     for path in source:

@@ -178,6 +178,9 @@ class MadeTable(Mapping[str, Made]):
         parts: Sequence[AlikeParts],
         others: Mapping[str, Made],
     ):
+        """Sets the fields: the paths of all arrays in order, the arrays that are parts
+        of one kind, and the other arrays by path.
+        """
         self.order = order
         self.parts = parts
         self.others = others

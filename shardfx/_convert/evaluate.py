@@ -101,7 +101,8 @@ def _stack_of_alike(
 
     Only the first part is evaluated. The others get its pieces, with their own paths
     and their own positions along the new dimension. `numbers` are the values of the
-    stack's placeholder, one for each part.
+    stack's placeholder, one for each part. `leaves_made` has the leaves of the source,
+    and the paths of those that are used, to which it adds those of the parts.
     """
     placeholder, dim = stack.args[:2]
     part = stack.of[0]

@@ -232,7 +232,9 @@ def _set_fields(
     of: tuple[From, ...],
     args: tuple[object, ...],
 ) -> None:
-    """Sets the fields of a frozen expression, which is new."""
+    """Sets the fields of a frozen expression, which is new: the operation, its operands
+    `of`, and its other arguments.
+    """
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(expression, name, value)
 

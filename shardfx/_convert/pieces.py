@@ -76,7 +76,9 @@ Operation: TypeAlias = Any
 
 
 def changed(x: Any, operation: Operation) -> Any:
-    """The NumPy or JAX array `x` after an operation."""
+    """The NumPy or JAX array `x` after an operation: an `Arithmetic`, which computes in
+    float32 (float64 for float64) and keeps the dtype, or the dtype of a cast.
+    """
     if not isinstance(operation, Arithmetic):
         return cast_array(x, operation)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
@@ -188,7 +190,7 @@ class Made:
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """The piece that copies a whole array of shape `shape`, in a tuple; no piece for an
-    array without elements.
+    array without elements. `value` has the path of the array.
     """
     start = (0,) * len(shape)
     factors = [
@@ -211,7 +213,8 @@ def nonempty_piece(
     factors: Iterable[Factor],
 ) -> tuple[Piece, ...]:
     """The piece with these fields, in a tuple; no piece if a factor has size 0. Factors
-    of size 1 are left out.
+    of size 1 are left out. `value` has the source array or a constant, `source` and
+    `target` the position of the first element in either array, and `factors` the loops.
     """
     loops = tuple(factor for factor in factors if factor.size != 1)
     if any(factor.size == 0 for factor in loops):

@@ -149,7 +149,8 @@ def bound_with(
     target: Mapping[str, Struct] | None,
 ) -> Mapping[str, Made]:
     """The arrays that a map of `steps` makes. Its rules find the Python numbers of the
-    source as arrays of rank 0, which need not be used.
+    source as arrays of rank 0, which need not be used. `numbers` has the path and the
+    type of each, and pairs of a path of the target and the one that is copied to it.
 
     Raises `MapError` if the map does not fit, or makes an array of a number.
     """

@@ -85,7 +85,8 @@ def _view(
     loops: Sequence[tuple[int, int, int]],
 ) -> np.ndarray:
     """A view of the elements that loops reach from `position` on. A loop has a size, a
-    dimension, and a step along this dimension.
+    dimension, and a step along this dimension. `memory` holds the array, or the part of
+    it that begins at `start`; the view has one dimension per loop.
     """
     if start is not None:
         pairs = zip(position, start, strict=True)
@@ -231,7 +232,8 @@ Read = Callable[[str, Box], np.ndarray]
 
 def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
     """Writes the elements of a piece into `memory`, which holds `box` of the target.
-    The piece is inside the box.
+    The piece is inside the box. `read` returns the elements of a box of a source array,
+    given its path and the box.
     """
     target = target_view(memory, piece, box_start(box))
     if piece.value.path is None:
@@ -284,14 +286,16 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """The scale of each element in `box` of the source array of a piece."""
+    """The scale of each element in `box` of the source array of a piece. `read` returns
+    the elements of a box of an array, given its path and the box.
+    """
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)
     scales = read(scale.path, blocks).astype(np.float32)
     if not box:
         return scales
-    # For each dimension, the position of the scale of each element.
+    # For each dimension, the position in `scales` of the scale of each element.
     positions = []
     triples = zip(box, scale.block, blocks, strict=True)
     for (low, high), block_size, (first, _) in triples:

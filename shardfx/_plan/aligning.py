@@ -172,7 +172,7 @@ def _at_the_ends(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
 
 def _anywhere(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     """The readings under which the dimensions of `shape` are any of the base, in their
-    order.
+    order. `fits` compares a size of the base and one of `shape`.
     """
     readings = []
     for dims in itertools.combinations(range(len(base)), len(shape)):
@@ -205,7 +205,8 @@ def _with_rank(base: Shape, shape: Shape) -> tuple[Reading, ...]:
 
 def _ranked_at_ends(base: Shape, shape: Shape, fits: Fits) -> Iterator[Reading]:
     """Yields the readings under which one dimension of `shape` is the rank, those
-    before it are the first of the base, and those after it are its last.
+    before it are the first of the base, and those after it are its last. `fits`
+    compares a size of the base and one of `shape`.
     """
     for rank in range(len(shape)):
         others = (*shape[:rank], *shape[rank + 1 :])

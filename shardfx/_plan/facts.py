@@ -158,19 +158,19 @@ def _totals(content: Content) -> str:
 
 def _replicated(groups: Iterable[Group]) -> str:
     """The sentence with the largest arrays that every device holds whole; "" if there
-    are none.
+    are none. Each of `groups` has arrays of repeated layers that are planned alike.
     """
-    whole = [group for group in groups if _is_replicated(group)]
-    whole.sort(key=lambda group: -group.bytes)
-    total = sum(group.bytes for group in whole)
-    if not total:
+    replicated = [group for group in groups if _is_replicated(group)]
+    replicated.sort(key=lambda group: -group.bytes)
+    total_bytes = sum(group.bytes for group in replicated)
+    if not total_bytes:
         return ""
     texts = []
-    for group in whole[:_SHOWN_REPLICATED]:
+    for group in replicated[:_SHOWN_REPLICATED]:
         texts.append(f"{group.where} ({bytes_text(group.bytes)})")
-    if len(whole) > _SHOWN_REPLICATED:
-        texts.append(f"{len(whole) - _SHOWN_REPLICATED} more")
-    return f"Replicated, {bytes_text(total)} on every device: {', '.join(texts)}."
+    if len(replicated) > _SHOWN_REPLICATED:
+        texts.append(f"{len(replicated) - _SHOWN_REPLICATED} more")
+    return f"Replicated, {bytes_text(total_bytes)} on every device: {', '.join(texts)}."
 
 
 def _explicit_axes(mesh: MeshSpec) -> str:

@@ -214,6 +214,9 @@ def _planned(
 ) -> tuple[list[Row], list[int]]:
     """Returns the plans of the arrays in `flat`, the result of `init`, and for each
     leaf the index of its plan, `NUMBER` or `NO_ARRAY`.
+
+    `follower` plans an array by the planned one that it follows, or by a rule. `kinds`
+    has regexes and the memory kinds of the arrays with such paths.
     """
     rows = []
     index = []
@@ -296,7 +299,7 @@ class _Follower:
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         """Returns the plan of the array `leaf`, a struct at `path` in the result of
-        `init`.
+        `init`, in the memory `memory_kind`; `None` for the device's default.
 
         An error of its rule is added to `errors`, and the array is replicated. Under a
         strict plan, the plan without the axes of `over` is added to `strict`.

@@ -93,7 +93,8 @@ def decision_for(
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
-        # Every set of mesh axes divides these sizes.
+        # Every set of mesh axes divides these sizes. No unit is ambiguous in them, so
+        # the names are not checked below.
         shape = tuple(mesh.size * unit for unit in units)
         names_by_dim = ()
     elif units is not None:

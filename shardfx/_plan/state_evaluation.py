@@ -152,7 +152,8 @@ def _result_structs(
     fillers: _Fillers,
 ) -> PyTree:
     """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
-    `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
+    `mesh` unless it is `None`. In the call, the trees of arrays that they describe
+    replace the plans in `args`, with `fillers` at leaves that are no arrays.
     """
     structs = _structs(args, mesh, fillers)
     if mesh is None:
