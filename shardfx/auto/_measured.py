@@ -18,7 +18,7 @@ from .._ground.keys import is_key
 from .._plan import ShardPlan
 from .._step import parse_hlo
 from ..cost import compare, compile_for, traffic
-from ..cost._compile_for import memory_of
+from ..cost._compile_for import compiled, memory_of
 from ..cost._work import work_of
 from ..interop import tpu
 from ._asked import SearchOptions
@@ -56,7 +56,7 @@ def measured(
     that fit also run on the devices, in turn, and get the median seconds of their
     steps; the others are left out, unless none fits.
     """
-    compiled: list[_Compiled] = []
+    programs: list[_Compiled] = []
     for number, candidate in enumerate(candidates, start=1):
         tell(f"compiling candidate {number} of {len(candidates)}: {candidate.title}")
         mesh = candidate.mesh.build(devices)
@@ -64,7 +64,7 @@ def measured(
             if runs:
                 plans = [plan.on(mesh) for plan in candidate.plans]
                 step = jitted(lowered, candidate, plans)
-                program = step.lower(*lowered.args).compile()
+                program = compiled(step.lower(*lowered.args))
             else:
                 step = jitted(lowered, candidate, candidate.plans)
                 program = compile_for(step, *lowered.args, target=mesh)
@@ -75,14 +75,14 @@ def measured(
                 by="compile",
                 memory_bytes=needed_bytes,
             )
-            compiled.append(_Compiled(too_large, None))
+            programs.append(_Compiled(too_large, None))
             continue
         with_costs = _with_costs_of(program, candidate, lowered)
-        compiled.append(_Compiled(with_costs, program))
-    fitting = [each for each in compiled if each.candidate.fits]
+        programs.append(_Compiled(with_costs, program))
+    fitting = [each for each in programs if each.candidate.fits]
     if runs and fitting:
         return _run_in_turn(lowered, fitting, devices, tell)
-    return sorted([each.candidate for each in compiled], key=rank)
+    return sorted([each.candidate for each in programs], key=rank)
 
 
 def _with_costs_of(
@@ -95,9 +95,9 @@ def _with_costs_of(
     """
     sent = traffic(program, candidate.mesh)
     work = work_of(parse_hlo(program.as_text()))
-    compiled = timed(candidate, sent, work, lowered.chip, lowered.model)
+    with_times = timed(candidate, sent, work, lowered.chip, lowered.model)
     return dataclasses.replace(
-        compiled,
+        with_times,
         by="compile",
         memory_bytes=memory_of(program).needed_bytes,
         comparison=compare(candidate.traffic, sent),
@@ -106,28 +106,28 @@ def _with_costs_of(
 
 def _run_in_turn(
     lowered: LoweredStep,
-    compiled: Sequence[_Compiled],
+    programs: Sequence[_Compiled],
     devices: Sequence[object],
     tell: Tell,
 ) -> list[Candidate]:
     """Runs the programs of candidates in turn. Returns the candidates with the median
     seconds of a step, the fastest first.
     """
-    taken_seconds: list[list[float]] = [[] for _ in compiled]
+    taken_seconds: list[list[float]] = [[] for _ in programs]
 
     def median_seconds(number: int) -> float:
         """The median of the steps that a candidate has run so far."""
         return statistics.median(taken_seconds[number])
 
     # The candidates that still run, by number.
-    order = list(range(len(compiled)))
+    order = list(range(len(programs)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
             tell(
-                f"running candidate {number + 1} of {len(compiled)}, round {turn + 1} of"
+                f"running candidate {number + 1} of {len(programs)}, round {turn + 1} of"
                 f" {_ROUNDS}"
             )
-            candidate, program = compiled[number]
+            candidate, program = programs[number]
             taken_seconds[number] += _run_seconds(
                 lowered.args, devices, candidate, program
             )
@@ -136,7 +136,7 @@ def _run_in_turn(
         order = sorted(order, key=median_seconds)[:remaining]
 
     candidates = []
-    for number, each in enumerate(compiled):
+    for number, each in enumerate(programs):
         with_seconds = dataclasses.replace(
             each.candidate,
             by="run",

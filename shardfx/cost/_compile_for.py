@@ -323,12 +323,14 @@ def _out_of_memory(text: str, needed_bytes: int | None = None) -> OutOfMemoryErr
     )
 
 
-def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
-    """Compiles a lowered program for `devices`. Raises `OutOfMemoryError` if it needs
-    more memory than a device has.
+def compiled(lowered: Any, devices: Sequence[Any] = ()) -> Any:
+    """Compiles a lowered program for `devices`, or for those of its shardings if there
+    are none. Raises `OutOfMemoryError` if it needs more memory than a device has.
     """
     try:
-        return lowered.compile(device_assignment=tuple(devices))
+        if devices:
+            return lowered.compile(device_assignment=tuple(devices))
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if not text.startswith("RESOURCE_EXHAUSTED"):

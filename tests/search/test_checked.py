@@ -150,6 +150,38 @@ def test_what_the_compiler_refuses_is_dropped(monkeypatch):
         assert candidate.mesh.shape.get("data") != 8
 
 
+class TooLarge:
+    """A step that a device has no room for."""
+
+    def lower(self, *_):
+        return self
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: there is no room.")
+
+
+def test_what_has_no_room_is_dropped_before_it_runs(monkeypatch):
+    jitted = _measured.jitted
+
+    def refuses(lowered, candidate, plans):
+        if candidate.mesh.shape.get("data") == 8:
+            return TooLarge()
+        return jitted(lowered, candidate, plans)
+
+    monkeypatch.setattr(_measured, "jitted", refuses)
+    candidates = search(
+        step,
+        *ARGS,
+        devices=jax.devices()[:8],
+        keep=9,
+        closely=2,
+        verify="run",
+    )
+    assert {candidate.by for candidate in candidates} == {"run"}
+    for candidate in candidates:
+        assert candidate.mesh.shape.get("data") != 8
+
+
 def test_a_twin_has_the_same_dimensions_on_one_axis():
     mesh = MeshSpec({"fsdp": 2, "tensor": 2})
     tree = {"w": f32(8, 8), "x": f32(8, 8)}
