@@ -21,6 +21,7 @@ from shardfx.errors import (
     OutOfMemoryError,
     PlanFormatError,
     PlanMismatchError,
+    RuleError,
 )
 
 
@@ -196,6 +197,24 @@ def test_a_policy_with_a_field_of_another_type(field, value, name):
     holder[field] = value
     with pytest.raises(PlanFormatError, match=f"this text is no policy .*`{name}`"):
         Policy.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("argnums", ["a", 1.5, (0, None), True, ((0,),)])
+def test_argument_numbers_that_are_none(argnums):
+    with pytest.raises(LeafTypeError, match="`argnums=.* has 2 arguments here"):
+        policy(scanned, *arrays(), chip="h100", argnums=argnums)
+
+
+@pytest.mark.parametrize("leave_bytes", ["1 GiB", None, True, float("nan")])
+def test_bytes_to_leave_that_are_no_number(leave_bytes):
+    with pytest.raises(RuleError, match="`leave_bytes=.*write `leave_bytes=2"):
+        policy(scanned, *arrays(), chip="h100", leave_bytes=leave_bytes)
+
+
+def test_bytes_to_leave_may_be_a_float():
+    made = policy(scanned, *arrays(), chip="h100", leave_bytes=1e9)
+    assert made == policy(scanned, *arrays(), chip="h100", leave_bytes=10**9)
+    assert Policy.from_json(made.to_json()) == made
 
 
 def test_an_edited_loss_lacks_the_lines_of_its_policy():

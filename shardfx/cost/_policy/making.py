@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,13 @@ from jaxtyping import PyTree
 
 from ... import chips
 from ..._arrays import filter_jit
-from ..._ground.errors import ChipError, LeafTypeError, OutOfMemoryError
+from ..._ground.errors import (
+    ChipError,
+    LeafTypeError,
+    OutOfMemoryError,
+    RuleError,
+    whole_number,
+)
 from ..._ground.misuse import called
 from ..._ground.spec import array_bytes
 from ..._ground.text import bytes_text
@@ -94,7 +101,8 @@ def policy(
 
     **Raises:**
 
-    `LeafTypeError` for a function that is no loss, such as a step;
+    `LeafTypeError` for a function that is no loss, such as a step, and for `argnums`
+    that it lacks; `RuleError` for `leave_bytes` that is no number;
     `OutOfMemoryError` if no choice fits, with the least memory that one takes;
     `ChipError` for an unknown chip, or one whose link to the host is not known with
     `offload`; the errors of [`shardfx.cost.estimate`][].
@@ -132,27 +140,23 @@ def policy(
             f"`policy` takes the loss, a function, not {type(loss).__name__}; pass"
             " `policy(loss, *args)`."
         )
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(-len(args) <= number < len(args) for number in numbers):
-        raise LeafTypeError(
-            f"`argnums={numbers}`: the loss has {len(args)} arguments here, numbered from"
-            " 0."
-        )
+    numbers = _argument_numbers(argnums, len(args))
+    left_bytes = _whole_bytes(leave_bytes)
     search = PolicySearch(
         loss=loss,
         args=args,
         chip=chip,
-        argnums=tuple(number % len(args) for number in numbers),
+        argnums=numbers,
         has_aux=has_aux,
         mesh=mesh,
     )
     if not any(search.active):
         raise LeafTypeError(
-            f"`argnums={numbers}`: there is no floating-point array in these arguments;"
+            f"`argnums={argnums}`: there is no floating-point array in these arguments;"
             " pass the numbers of those that `jax.grad` differentiates."
         )
     _require_loss(search.divided.out, has_aux)
-    budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
+    budget_bytes = chip.usable_hbm_bytes_per_device - left_bytes
     trial_of_point = ft.partial(search.trial_of, budget_bytes)
     trial = chosen(
         search.costs,
@@ -166,7 +170,7 @@ def policy(
             f" device of {chip.name} with everything computed again, and"
             f" {bytes_text(budget_bytes)} are allowed"
             f" (usable {bytes_text(chip.usable_hbm_bytes_per_device)}, leave_bytes="
-            f"{leave_bytes}). Pass a smaller `leave_bytes`, a smaller batch, or"
+            f"{left_bytes}). Pass a smaller `leave_bytes`, a smaller batch, or"
             " arguments that are sharded over more devices.",
             needed_bytes=trial.peak_bytes,
             limit_bytes=budget_bytes,
@@ -180,6 +184,36 @@ def policy(
         if offloading.fits:
             trial = offloading
     return search.policy_of(trial, budget_bytes)
+
+
+def _argument_numbers(argnums: object, count: int) -> tuple[int, ...]:
+    """The numbers, from 0, of the arguments that `argnums` names: a number, or several,
+    which may be negative. Raises `LeafTypeError` for others than those of `count`
+    arguments.
+    """
+    given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
+    numbers = []
+    for number in map(whole_number, given):
+        if number is None or not -count <= number < count:
+            raise LeafTypeError(
+                f"`argnums={given!r:.80}`: the loss has {count} arguments here, numbered"
+                " from 0."
+            )
+        numbers.append(number % count)
+    return tuple(numbers)
+
+
+def _whole_bytes(leave_bytes: object) -> int:
+    """The bytes to leave free as an integer. Raises `RuleError` for what is no number."""
+    nbytes = whole_number(leave_bytes)
+    if nbytes is None and isinstance(leave_bytes, float) and math.isfinite(leave_bytes):
+        nbytes = int(leave_bytes)
+    if nbytes is None:
+        raise RuleError(
+            f"`leave_bytes={leave_bytes!r:.40}` is no number of bytes; write"
+            " `leave_bytes=2 * 2**30`."
+        )
+    return nbytes
 
 
 def _require_loss(result: Any, has_aux: bool) -> None:
