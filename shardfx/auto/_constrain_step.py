@@ -436,7 +436,8 @@ class _Constrainer:
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
         """Constrains `outs`, the results of equation `number`, whose primitive is
         `name`. The sharding of `outs[i]` is that of the equation's last lowered
-        operation whose result has this shape.
+        operation whose result has this shape. `values[value].free` says that a value is
+        made of constants.
         """
         values = self.layouts.program.values
         result_values: list[int] = []

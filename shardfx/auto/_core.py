@@ -111,6 +111,8 @@ def costs(
     shard_counts = np.prod(np.where(has[:, None], sizes, 1), axis=-1)
     shares = 1 / shard_counts
 
+    # Work and memory. `T[sets]` has, for each set and each of its assignments, whether
+    # it divides each term.
     masks = _masks(terms["divides"].T[sets])
     operation_counts, moved_bytes, memory_bytes = (
         _sums(masks, amounts, 2**axes) @ shares for amounts in terms["shared"].T
@@ -122,6 +124,7 @@ def costs(
     exposed_seconds = np.zeros_like(compute_seconds)
     hidden_seconds = np.zeros_like(compute_seconds)
     seconds_per_byte = byte_seconds(machine, sizes, slices)
+    # Collectives. `senders` has, for each set, the assignment of one mesh axis.
     for axis, senders in enumerate(sets.T):
         # Which assignments of the set divide what this one sends.
         divides = np.take_along_axis(

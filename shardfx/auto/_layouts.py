@@ -244,12 +244,12 @@ class _Labels:
                 if len(dim) == 1:
                     self.roots.setdefault(dim[0], roots_of_dim)
 
-    def of(self, number: int, dims: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def of(self, value: int, dims: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The labels of the sub-dimensions of a value. `dims` are the factors of each of
         its dimensions.
         """
-        shape = self.layouts.program.values[number].shape
-        roots = self.layouts.roots[number]
+        shape = self.layouts.program.values[value].shape
+        roots = self.layouts.roots[value]
         labels: list[int] = []
         for size, roots_of_dim, dim in zip(shape, roots, dims, strict=True):
             labels += self.of_dim(size, roots_of_dim, dim)
@@ -322,7 +322,9 @@ class _Propagation:
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
     def layout(self) -> AssignedLayout:
-        """The shardings and collectives of the whole program."""
+        """The shardings and collectives of the whole program. A value's state is its
+        sharding so far.
+        """
         program = self.layouts.program
         for value in program.arguments:
             self.set_state(value, self.preferred(value))

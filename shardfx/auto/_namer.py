@@ -116,7 +116,8 @@ class _Namer:
 
     def declared_name(self, place: ArgumentDim) -> str:
         """The name that a field declares for a dimension; empty without one, and where
-        names and dimensions do not correspond one to one.
+        names and dimensions do not correspond one to one. A place is a dimension `dim`
+        of an array, or one of its `count` sub-dimensions.
         """
         names = self.traced.arrays[place.array].names
         if names is None or ... in names or place.count > 1:

@@ -325,6 +325,7 @@ def _has_token_indices(tied: Tied, operation: Operation) -> bool:
     index_nodes = tied.dims[operation.ins[1]]
     dim_count = 0
     for node, dim in zip(index_nodes, factors.ins[1], strict=True):
+        # The dimension of the coordinates of one lookup is replicated.
         if factors.replicated.isdisjoint(dim):
             dim_count += len(tied.union.roots(node))
     return dim_count > 1

@@ -201,7 +201,7 @@ class LoweredStep:
         updated value for it.
         """
         arrays = classes.traced.arrays
-        members = {arrays[argument].which for argument in classes.model_arrays}
+        members = {arrays[array_number].which for array_number in classes.model_arrays}
         members.discard(classes.model_argument)
         return tuple(sorted(members & self._updated))
 

@@ -28,8 +28,9 @@ def shape_rules(
 ) -> PathRules:
     """The rules that shard the array at each of the paths by its steps: mesh axes that
     shard it one after the other, each step in the largest dimension that is left. A
-    last rule is for those with the steps `usual`. Arrays of fewer than `min_bytes` bytes are
-    replicated. `usual` is empty if the others are replicated.
+    last rule is for those with the steps `usual`. Arrays of fewer than `min_bytes`
+    bytes are replicated. `usual` is empty if the others are replicated. Each array has
+    its path and its steps at one position of `paths` and `steps`.
     """
     steps_by_path = dict(zip(paths, steps, strict=True))
     suffixes_by_steps = _suffixes(steps_by_path, usual)

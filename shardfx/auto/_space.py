@@ -381,6 +381,7 @@ def axis_numbers(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
     """
     numbers: dict[str, int] = {}
     for number, logical in enumerate(classes.axes):
+        # An axis without roots was merged into another one.
         if logical.roots:
             numbers[logical.name] = number
     for name in names:

@@ -37,6 +37,7 @@ def assignments_of_rules(
     """
     numbers: dict[str, int] = {}
     for number, logical in enumerate(classes.axes):
+        # An axis without roots was merged into another one.
         if logical.roots and number not in never:
             numbers[logical.name] = number
 

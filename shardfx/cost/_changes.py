@@ -149,8 +149,8 @@ def _sharded_state(
     init: str,
 ) -> Iterator[_Trial]:
     """Yields the step with the arguments of these numbers sharded over `axes` too;
-    nothing if they are already. `title` begins the change's name, and `init`
-    the first argument of `follow` in its code.
+    nothing if they are already. `title` begins the change's name, and `init` the first
+    argument of `follow` in its code. The numbers are those of the arguments' arrays.
     """
     dims_of_arguments = _sharded_over(chip_step, numbers, axes)
     if dims_of_arguments == [argument.dims for argument in chip_step.step.arguments]:

@@ -230,7 +230,8 @@ class _ModuleReader:
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Candidate]:
         """The rows of the module's collectives. A collective in several branches or
         loops has a row for each. `runs` has how often each computation runs, by its
-        name, from `runs_of`.
+        name, from `runs_of`. A candidate is a row, with a `key` that is equal for
+        instructions of one collective.
         """
         # The name of the fusion that runs each computation.
         fusion_of_computation: dict[str, str] = {}

@@ -287,7 +287,8 @@ class _Typer:
         var: Any,
     ) -> Any:
         """The type that a result has if what is to be written is written. It is noted
-        in `rows`, with JAX's error as the `reason`.
+        in `rows`, with JAX's error as the `reason`. `var` is the result's variable in
+        the last of `equations`.
         """
         shape = var.aval.shape
         # "scatter-add" is written as "scatter" is.

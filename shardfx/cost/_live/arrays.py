@@ -197,6 +197,7 @@ class _Scheduler:
         for user in users:
             self.awaited[user].discard(operation)
         for value in self.reads[operation]:
+            # One reader is left. It would free the array, so its priority changes.
             if self.unread_counts[value] == 1:
                 users += self.users[value]
         ready = []

@@ -219,7 +219,8 @@ class _Counter:
         """The peak of the temporaries of `body`. The parameters and results of `body`
         do not count. Until a result of the program is computed, temporaries can use its
         memory. `result_bytes` has the bytes of each result, by its number; empty for a
-        nested body.
+        nested body. An operation of `ops` reads and makes arrays; `op.op` is the one of
+        the program.
         """
         ops = self.scheduled(body)
         # The positions at which each array is made and last read.

@@ -63,9 +63,10 @@ class Recomputation:
         return total(map(work_of, self.placed.region.jaxpr.eqns))
 
     def keeping(self, keys: Collection[ValueKey]) -> Kept:
-        """The consequences of keeping the values with these keys, in all runs of
-        the region: from what the backward pass needs, equations are computed again back
-        to values that are kept, and to inputs.
+        """The consequences of keeping the values with these keys, in all runs of the
+        region: from what the backward pass needs, equations are computed again back to
+        values that are kept, and to inputs. `needed` are the variables that it needs,
+        and `sources` the equation that computes each.
         """
         kept_keys: set[ValueKey] = set()
         works: list[Work] = []
@@ -94,8 +95,8 @@ def recomputation_of(
     bytes_of: Callable[[ValueKey, Any], int],
 ) -> Recomputation:
     """What the backward pass of a region needs, and the equations that compute it.
-    `bytes_of` gives the bytes of a value on
-    one device, from its key and its type (`aval`).
+    `bytes_of` gives the bytes of a value on one device, from its key and its type
+    (`aval`). A source is the equation that computes a variable.
     """
     key_by_name = {key.name: key for key in placed.region.all_keys}
     residuals = _residuals(placed)
