@@ -115,6 +115,26 @@ PAIRS = {
         {B: "q: a"},
         "of every 3 `q` the source has those from 0, 2, not",
     ),
+    "a gap": (
+        {B: "q: a[:1] b", "r": "q: a[2:] b"},
+        {B: "q: a b"},
+        r"`q` in the ranges `a\[0:1\]`, `a\[2:\]`; the ranges of `a` begin at 0",
+    ),
+    "an overlap": (
+        {B: "q: a[:3] b", "r": "q: a[2:] b"},
+        {B: "q: a b"},
+        r"the ranges `a\[0:3\]`, `a\[2:\]`; the ranges of `a` begin",
+    ),
+    "a late beginning": (
+        {B: "q: a[2:] b"},
+        {B: "q: a[3] b"},
+        r"in the ranges `a\[2:\]`; the ranges of `a` begin at 0, and each",
+    ),
+    "entries apart": (
+        {B: "q: a[0] b", "r": "q: a[2] b"},
+        {B: "q: a b"},
+        r"the ranges `a\[0\]`, `a\[2\]`; the ranges of `a` begin at 0",
+    ),
     "an array per entry": (
         {A: "q: a"},
         {B: "q: a"},

@@ -230,14 +230,34 @@ def _interleaved(span: Range) -> _Interleaved:
     )
 
 
+def _check_coverage(spans: Sequence[Range], want: Weight) -> None:
+    """Raises `MapError` unless each of `spans`, the ranges of one axis in ascending
+    order of their starts, begins at the entry at which the one before it ends, and the
+    first one at 0. Interleaved ranges count as one.
+    """
+    next_start: int | None = 0
+    for group in together(spans, _interleaved).values():
+        first = group[0]
+        start = _interleaved(first).first
+        if start != next_start:
+            texts = ", ".join(f"`{span}`" for span in spans)
+            raise MapError(
+                f"`{want.path}`: the source has `{want.kind}` in the ranges {texts};"
+                f" the ranges of `{first.axis}` begin at 0, and each one where the one"
+                " before it ends. Correct the ranges in the source's layout."
+            )
+        next_start = first.stop
+
+
 def _concatenated(parts: Sequence[_RangePart], dim: int, want: Weight) -> From:
     """Returns the expression that joins arrays along dimension `dim`, each of which has
     a range of one axis. The ranges `[:3]` and `[3:]` are concatenated; `[0::2]` and
     `[1::2]` are interleaved. Raises `MapError`, which names the array `want` of the
-    target, if a range is missing between interleaved ones.
+    target, if a range is missing, or if two ranges have one entry.
     """
     in_order = sorted(parts, key=lambda part: part.span.start)
     groups = together(in_order, lambda part: _interleaved(part.span))
+    _check_coverage([part.span for part in in_order], want)
     pieces = []
     for (first, _, step), members in groups.items():
         expressions = [part.expression for part in members]

@@ -140,6 +140,13 @@ class Range(NamedTuple):
     stop: int | None
     step: int = 1
 
+    def __str__(self) -> str:
+        if not self.step:
+            return f"{self.axis}[{self.start}]"
+        stop = "" if self.stop is None else self.stop
+        step = f":{self.step}" if self.step > 1 else ""
+        return f"{self.axis}[{self.start}:{stop}{step}]"
+
     def entries(self, size: int | None) -> int | None:
         """Returns the number of entries; `None` if the range has no stop and the `size`
         of the axis is unknown.
