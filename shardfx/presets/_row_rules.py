@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 from .._ground.errors import RuleError
 from .._rules import (
     Atomic,
+    PathRules,
     Replicate,
     Strategy,
     atomic,
     fsdp as fsdp_strategy,
+    optional,
     replicate,
 )
 from .maps._entries import Weight, weights_of
@@ -209,3 +211,29 @@ def _regex(suffixes: Sequence[str]) -> str:
     if len({*lasts}) == 1:
         return f"({'|'.join(heads)}).{lasts[0]}$"
     return f"({'|'.join(needed)})$"
+
+
+def optional_rules(
+    family: str,
+    sizes: Mapping[str, int],
+    fsdp: Axes,
+    tensor: Axes,
+) -> PathRules:
+    """Returns path rules for a family of models. Each rule is optional, since a model
+    need not have the rule's arrays.
+
+    `sizes` has the sizes of axes that no shard may split, such as `dim` for the width
+    of a head.
+    """
+    has_bias = family in ("qwen2", "glm4_moe")
+    rows = rows_for_rules(family, {"qkv_bias": has_bias})
+    rules = []
+    for regex, target in rules_of(rows, sizes, fsdp, tensor):
+        rules.append((regex, optional(target)))
+    mesh_axes: list[str] = []
+    for axis_or_axes in (fsdp, tensor):
+        if isinstance(axis_or_axes, str):
+            mesh_axes.append(axis_or_axes)
+        else:
+            mesh_axes += axis_or_axes
+    return PathRules(rules, mesh_axes=mesh_axes)

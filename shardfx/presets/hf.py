@@ -8,10 +8,8 @@ to the model width along their columns (inputs). The other dimension is sharded 
 `fsdp`. A dimension that holds several heads is sharded only between heads.
 """
 
-from collections.abc import Mapping
-
-from .._rules import PathRules, optional
-from ._row_rules import Axes, rows_for_rules, rules_of
+from .._rules import PathRules
+from ._row_rules import Axes, optional_rules
 
 
 def llama(
@@ -46,7 +44,7 @@ def llama(
         print(made.leaves[0].spec, made.leaves[0].reasons[0])
         ```
     """
-    return _preset("llama", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("llama", {"dim": head_dim}, fsdp, tensor)
 
 
 def mistral(
@@ -96,7 +94,7 @@ def mixtral(
         assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
-    return _preset("mixtral", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("mixtral", {"dim": head_dim}, fsdp, tensor)
 
 
 def qwen2(
@@ -122,7 +120,7 @@ def qwen2(
         assert made.leaves[0].spec == jax.P()
         ```
     """
-    return _preset("qwen2", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("qwen2", {"dim": head_dim}, fsdp, tensor)
 
 
 def qwen3(
@@ -173,7 +171,7 @@ def qwen3_moe(
         assert made.leaves[0].spec == jax.P(None, "fsdp")
         ```
     """
-    return _preset("qwen3_moe", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("qwen3_moe", {"dim": head_dim}, fsdp, tensor)
 
 
 def gemma(
@@ -226,7 +224,7 @@ def starcoder2(
         assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
-    return _preset("starcoder2", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("starcoder2", {"dim": head_dim}, fsdp, tensor)
 
 
 def olmo2(
@@ -253,7 +251,7 @@ def olmo2(
         assert made.leaves[0].spec == jax.P("tensor")
         ```
     """
-    return _preset("olmo2", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("olmo2", {"dim": head_dim}, fsdp, tensor)
 
 
 def phi3(
@@ -282,7 +280,7 @@ def phi3(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    return _preset("phi3", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("phi3", {"dim": head_dim}, fsdp, tensor)
 
 
 def glm4_moe(
@@ -310,7 +308,7 @@ def glm4_moe(
         assert made.leaves[0].spec == jax.P(None, "fsdp")
         ```
     """
-    return _preset("glm4_moe", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("glm4_moe", {"dim": head_dim}, fsdp, tensor)
 
 
 def gemma3n(
@@ -339,7 +337,7 @@ def gemma3n(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    return _preset("gemma3n", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("gemma3n", {"dim": head_dim}, fsdp, tensor)
 
 
 def gpt_oss(
@@ -367,7 +365,7 @@ def gpt_oss(
         assert made.leaves[0].spec == jax.P(None, "fsdp", "tensor")
         ```
     """
-    return _preset("gpt_oss", {"dim": head_dim, "two": 2}, fsdp, tensor)
+    return optional_rules("gpt_oss", {"dim": head_dim, "two": 2}, fsdp, tensor)
 
 
 def qwen3_next(
@@ -415,7 +413,7 @@ def qwen3_next(
         "qkvz": 2 * linear_head_dim * (1 + values_of_key),
         "ba": 2 * values_of_key,
     }
-    return _preset("qwen3_next", sizes, fsdp, tensor)
+    return optional_rules("qwen3_next", sizes, fsdp, tensor)
 
 
 def llama4(
@@ -445,7 +443,7 @@ def llama4(
         ```
     """
     sizes = {"dim": head_dim, "vision_head_dim": vision_head_dim}
-    return _preset("llama4", sizes, fsdp, tensor)
+    return optional_rules("llama4", sizes, fsdp, tensor)
 
 
 def deepseek_v3(
@@ -489,7 +487,7 @@ def deepseek_v3(
         "dim": qk_nope_head_dim + qk_rope_head_dim,
         "both_dim": qk_nope_head_dim + v_head_dim,
     }
-    return _preset("deepseek", {**sizes, "value_dim": v_head_dim}, fsdp, tensor)
+    return optional_rules("deepseek", {**sizes, "value_dim": v_head_dim}, fsdp, tensor)
 
 
 def gpt2(
@@ -519,7 +517,7 @@ def gpt2(
         assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
-    return _preset("gpt", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("gpt", {"dim": head_dim}, fsdp, tensor)
 
 
 def bert(
@@ -546,7 +544,7 @@ def bert(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    return _preset("bert", {"dim": head_dim}, fsdp, tensor)
+    return optional_rules("bert", {"dim": head_dim}, fsdp, tensor)
 
 
 def t5(
@@ -571,30 +569,4 @@ def t5(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    return _preset("t5", {"dim": head_dim}, fsdp, tensor)
-
-
-def _preset(
-    family: str,
-    sizes: Mapping[str, int],
-    fsdp: Axes,
-    tensor: Axes,
-) -> PathRules:
-    """Returns path rules for a family of models. Each rule is optional, since a model
-    need not have the rule's arrays.
-
-    `sizes` has the sizes of axes that no shard may split, such as `dim` for the width
-    of a head.
-    """
-    has_bias = family in ("qwen2", "glm4_moe")
-    rows = rows_for_rules(family, {"qkv_bias": has_bias})
-    rules = []
-    for regex, target in rules_of(rows, sizes, fsdp, tensor):
-        rules.append((regex, optional(target)))
-    mesh_axes: list[str] = []
-    for axis_or_axes in (fsdp, tensor):
-        if isinstance(axis_or_axes, str):
-            mesh_axes.append(axis_or_axes)
-        else:
-            mesh_axes += axis_or_axes
-    return PathRules(rules, mesh_axes=mesh_axes)
+    return optional_rules("t5", {"dim": head_dim}, fsdp, tensor)
