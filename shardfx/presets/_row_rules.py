@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._ground.errors import RuleError
+from .._ground.errors import RuleError, whole_number
 from .._rules import (
     Atomic,
     PathRules,
@@ -163,14 +163,10 @@ def _target(
 
     units = []
     for _, *inner_axes in weight.dims:
+        inner_sizes = []
         for axis in inner_axes:
-            size = sizes[axis]
-            if not isinstance(size, int) or size < 1:
-                raise RuleError(
-                    f"the size of `{axis}` is {size!r}; give a positive number of"
-                    " elements, as `head_dim=64`."
-                )
-        units.append(math.prod(sizes[axis] for axis in inner_axes))
+            inner_sizes.append(positive(sizes[axis], f"the size of `{axis}`"))
+        units.append(math.prod(inner_sizes))
     spec = P(*[mesh_axes[axis] for axis in outer_axes])
     if max(units) > 1:
         return atomic(spec, tuple(units))
@@ -213,6 +209,30 @@ def _regex(suffixes: Sequence[str]) -> str:
     return f"({'|'.join(needed)})$"
 
 
+def positive(value: object, what: str) -> int:
+    """`value` as a Python int. Raises `RuleError`, which calls it `what`, if it is no
+    positive integer.
+    """
+    number = whole_number(value)
+    if number is None or number < 1:
+        raise RuleError(
+            f"{what} is {value!r}; give a positive number of elements, as"
+            " `head_dim=64`."
+        )
+    return number
+
+
+def _check_mesh_axes(name: str, axes: object) -> None:
+    """Raises `RuleError` if `axes`, the argument `name` of a preset, is neither a mesh
+    axis nor a tuple of mesh axes.
+    """
+    if not isinstance(axes, str | tuple | list):
+        raise RuleError(
+            f"`{name}={axes!r}` names no mesh axis; write one, as in"
+            f" `{name}={name!r}`, a tuple of several, or `{name}=()` for none."
+        )
+
+
 def optional_rules(
     family: str,
     sizes: Mapping[str, int],
@@ -225,6 +245,8 @@ def optional_rules(
     `sizes` has the sizes of axes that no shard may split, such as `dim` for the width
     of a head.
     """
+    _check_mesh_axes("fsdp", fsdp)
+    _check_mesh_axes("tensor", tensor)
     has_bias = family in ("qwen2", "glm4_moe")
     rows = rows_for_rules(family, {"qkv_bias": has_bias})
     rules = []

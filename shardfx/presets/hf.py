@@ -8,8 +8,9 @@ to the model width along their columns (inputs). The other dimension is sharded 
 `fsdp`. A dimension that holds several heads is sharded only between heads.
 """
 
+from .._ground.errors import RuleError
 from .._rules import PathRules
-from ._row_rules import Axes, optional_rules
+from ._row_rules import Axes, optional_rules, positive
 
 
 def llama(
@@ -392,6 +393,11 @@ def qwen3_next(
 
     [`shardfx.PathRules`][].
 
+    **Raises:**
+
+    `RuleError` if a number is not positive, or if the number of value heads is no
+    multiple of the number of key heads.
+
     !!! Example
 
         ```python
@@ -405,11 +411,22 @@ def qwen3_next(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    values_of_key = linear_num_value_heads // linear_num_key_heads
+    head_dim = positive(head_dim, "`head_dim`")
+    linear_head_dim = positive(linear_head_dim, "`linear_head_dim`")
+    key_heads = positive(linear_num_key_heads, "`linear_num_key_heads`")
+    value_heads = positive(linear_num_value_heads, "`linear_num_value_heads`")
+    if value_heads % key_heads:
+        raise RuleError(
+            f"`qwen3_next(linear_num_key_heads={key_heads},"
+            f" linear_num_value_heads={value_heads})`: each key head has equally many"
+            " value heads; give the numbers of the model's config.json."
+        )
+    values_of_key = value_heads // key_heads
     sizes = {
         "dim": head_dim,
         "two_dims": 2 * head_dim,
         "linear_head_dim": linear_head_dim,
+        # The rows of a key head: its query and key, its values and their gates.
         "qkvz": 2 * linear_head_dim * (1 + values_of_key),
         "ba": 2 * values_of_key,
     }
@@ -483,11 +500,15 @@ def deepseek_v3(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
+    nope_dim = positive(qk_nope_head_dim, "`qk_nope_head_dim`")
+    rope_dim = positive(qk_rope_head_dim, "`qk_rope_head_dim`")
+    value_dim = positive(v_head_dim, "`v_head_dim`")
     sizes = {
-        "dim": qk_nope_head_dim + qk_rope_head_dim,
-        "both_dim": qk_nope_head_dim + v_head_dim,
+        "dim": nope_dim + rope_dim,
+        "both_dim": nope_dim + value_dim,
+        "value_dim": value_dim,
     }
-    return optional_rules("deepseek", {**sizes, "value_dim": v_head_dim}, fsdp, tensor)
+    return optional_rules("deepseek", sizes, fsdp, tensor)
 
 
 def gpt2(

@@ -3,10 +3,12 @@ from typing import Any
 
 import catalogue
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, match, plan
+from shardfx.errors import RuleError
 from shardfx.presets import hf, models
 from tests.structs import leaf
 
@@ -220,3 +222,30 @@ def test_no_preset_knows_a_name_that_is_not_its_models():
         }
         leaves = jax.tree.leaves(match(unknown, getattr(hf, name)()))
         assert leaves == [], name
+
+
+@pytest.mark.parametrize(
+    "preset, wrong, message",
+    [
+        (hf.llama, {"head_dim": 0}, "the size of `dim` is 0; give a positive number"),
+        (hf.llama, {"head_dim": True}, "the size of `dim` is True; give a positive"),
+        (hf.llama, {"fsdp": None}, "`fsdp=None` names no mesh axis; write one, as"),
+        (hf.qwen3_next, {"head_dim": "64"}, "`head_dim` is '64'; give a positive"),
+        (hf.qwen3_next, {"linear_num_key_heads": 0}, "`linear_num_key_heads` is 0"),
+        (
+            hf.qwen3_next,
+            {"linear_num_key_heads": 12},
+            "linear_num_key_heads=12, linear_num_value_heads=32)`: each key head has",
+        ),
+        (hf.deepseek_v3, {"v_head_dim": None}, "`v_head_dim` is None; give a positive"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(preset, wrong, message):
+    with pytest.raises(RuleError, match=re.escape(message)):
+        preset(**wrong)
+
+
+def test_no_mesh_axis_and_numbers_of_numpy_are_taken():
+    rules = hf.llama(head_dim=np.int64(64), tensor=())
+    assert rules == hf.llama(head_dim=64, tensor=())
+    assert "int64" not in repr(rules)

@@ -1,3 +1,5 @@
+import functools as ft
+
 import pytest
 from small_models import (
     config_of,
@@ -36,6 +38,11 @@ CONFIGS = {
         maps.engine,
         {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3},
         "3 key heads for 4",
+    ),
+    "no shards": (
+        ft.partial(maps.engine, shards=0),
+        LLAMA,
+        r"`shards` is the number of devices of the engine, not 0; write it as in",
     ),
     "biases": (
         maps.maxtext,

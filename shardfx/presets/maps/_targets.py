@@ -144,22 +144,28 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         print(trained.to(served).rules["model.layers.{layers}.self_attn.qkv_proj.weight"])
         ```
     """
+    if not isinstance(shards, int) or shards < 1:
+        raise MapError(
+            f"`shards` is the number of devices of the engine, not {shards!r}; write it"
+            " as in `maps.engine(config, shards=4)`."
+        )
     theirs = hugging_face(
         config,
         prefix=_PREFIXES.get(str(config.get("model_type"))),
         ahead="drop",
     )
     sizes = dict(theirs.sizes)
-    heads = sizes.get("kv_heads", 1)
+    kv_heads = sizes.get("kv_heads", 1)
     if sizes.get("heads", shards) % shards:
         raise MapError(
             f"{sizes['heads']} heads do not divide into {shards} shards; use another"
             " `shards`."
         )
-    copies = max(1, shards // heads)
-    if (copies * heads) % shards:
+    # How often each key and value head occurs.
+    copies = max(1, shards // kv_heads)
+    if (copies * kv_heads) % shards:
         raise MapError(
-            f"{heads} key heads for {shards} shards: neither divides the other; use"
+            f"{kv_heads} key heads for {shards} shards: neither divides the other; use"
             " another `shards`."
         )
     rows: dict[str, Entry] = {}
