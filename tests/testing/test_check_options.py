@@ -111,7 +111,7 @@ def test_its_sizes_are_shrunk(mesh):
         shapes.append(x.shape)
         return x.sum(1)
 
-    for jit in (jax.jit, eqx.filter_jit):
+    for jit in (jax.jit, equinox_jit):
         shapes.clear()
         assert check_step(jit(step, compiler_options=QUICK), struct, shrink=True)
         assert shapes[-1][0] < 4096
@@ -126,7 +126,7 @@ def test_numbers_that_only_an_option_changes_are_said(mesh):
     assert "xla_cpu_enable_fast_math" in str(checked)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+@pytest.mark.parametrize("jit", [jax.jit, equinox_jit])
 def test_options_are_not_blamed_for_another_reference(mesh, jit):
     def step(x):
         return jnp.tanh(x)
