@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.reason import Code
 from .._ground.spec import (
+    array_bytes,
     axes_of_entries,
     canonical_entry,
     entries_at,
@@ -42,16 +43,23 @@ def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content
     for row in content.rows:
         # An array that is replicated because it is small is so on every mesh.
         is_replicated = row.spec == PartitionSpec() and row.requested != row.spec
-        if not (_is_small(row) and is_replicated):
+        if not (_is_small_for_plan(row) and is_replicated):
             row = row_on(row, content, mesh_axes)
         rows.append(row)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return content.replaced(mesh=mesh_spec, jax_mesh=jax_mesh, rows=rows)
 
 
-def _is_small(row: Row) -> bool:
-    """Whether an array is replicated because it has few bytes."""
-    return any(why.code is Code.small for why in row.reasons)
+def _is_small_for_plan(row: Row) -> bool:
+    """Whether the argument `min_bytes` of `plan` leaves an array as it is, so that no
+    mesh axis is tried for it.
+
+    The `min_bytes` of a strategy may leave it as it is, too. But then the axes before
+    the strategy are tried, and those that do not fit have other reasons.
+    """
+    codes = [why.code for why in row.reasons]
+    has_tried_axes = any(code.is_cut or code is Code.absent for code in codes)
+    return Code.small in codes and not has_tried_axes
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
@@ -90,7 +98,7 @@ def refined(content: Content, min_bytes: int) -> Content:
     saved_bytes: dict[str, collections.Counter[int]] = {}
     for number, row in enumerate(content.rows):
         sub_axes = {}
-        if not _is_small(row):
+        if not _is_small_for_plan(row):
             sub_axes = _useful_sub_axes(row, content.mesh.shape)
         useful_sub_axes.append(sub_axes)
         _, shard_bytes = content.byte_counts[number]
@@ -163,6 +171,8 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
                 sub_axes[axis] = sub_axis_size
                 remaining //= sub_axis_size
     for step in row.strategies:
+        if array_bytes(row.shape, row.dtype) < step.min_bytes:
+            continue
         open_dims = step.open_dims(row.shape)
         free_dims = [dim for dim in open_dims if entries[dim] is None]
         for axis in step.axes:

@@ -297,6 +297,7 @@ TARGETS = st.sampled_from(
         *(
             fsdp(("b", "a"), min_bytes=16),
             P("b") | fsdp("a"),
+            P("b") | fsdp("a", min_bytes=128),
             atomic(P("a"), (2,)),
             atomic(("m",), (3,)),
         ),

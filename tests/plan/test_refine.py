@@ -96,6 +96,24 @@ def test_nothing_to_refine_gives_the_same_plan():
     assert spec == P("tensor_0")
 
 
+def test_a_small_array_of_a_strategy_uses_axes_before_it():
+    tree = {"bias": jnp.ones(6)}
+    rules = PathRules([("bias", P("tensor") | fsdp("data", min_bytes=100))])
+    mesh = MeshSpec({"data": 2, "tensor": 4})
+    whole = plan(tree, mesh, paths=rules)
+    assert whole["bias"].spec == P()
+    assert whole.replan(MeshSpec({"data": 2, "tensor": 3}))["bias"].spec == P("tensor")
+    refined = plan(tree, mesh, paths=rules, refine=True)
+    assert refined["bias"].spec == P("tensor_0")
+
+
+def test_a_strategy_splits_no_axis_for_a_small_array():
+    rules = PathRules([("bias", fsdp("tensor", min_bytes=100))])
+    mesh = MeshSpec({"tensor": 4})
+    refined = plan({"bias": jnp.ones(6)}, mesh, paths=rules, refine=True)
+    assert refined.mesh == mesh
+
+
 def test_a_dimension_that_fsdp_skips_splits_no_axis():
     rules = PathRules([("layers", fsdp("data", skip_dims=0))])
     mesh = MeshSpec({"data": 16})
