@@ -187,7 +187,9 @@ def _row(
         ("ours", steps_program(shape, dtype, src, dst)),
     ):
         begin = time.perf_counter()
-        programs[name] = lowered(fn, shape, dtype, src, dst).compile()
+        programs[name] = lowered(
+            fn=fn, shape=shape, dtype=dtype, src=src, dst=dst
+        ).compile()
         taken[name] = time.perf_counter() - begin
     row = Row(
         move=f"{dtype}{list(shape)}, {_text(src)} to {_text(dst)}",

@@ -141,7 +141,13 @@ def memory_of_programs(mebibytes: int, options: Options) -> Mapping[str, Value]:
         for step in work.exchanges(None):
             sources = tuple(work.source_shapes[key] for key in step.keys)
             shard = Block(work.shard_shape, work.dtype)
-            run = program(work.devices, step.rounds, sources, shard, True)
+            run = program(
+                devices=work.devices,
+                rounds=step.rounds,
+                sources=sources,
+                target=shard,
+                makes_shards=True,
+            )
             mesh = Mesh(np.array(work.devices), ("device",))
             where = NamedSharding(mesh, P("device"))
             count = len(work.devices)

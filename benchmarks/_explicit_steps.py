@@ -138,7 +138,15 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
     einsums with one each, and layers in a scan.
     """
     layers, vocab, heads, head, mlp, length = 2, 512, 4, 32, 256, 64
-    params = _cookbook_params(vocab, embed, length, layers, heads, head, mlp)
+    params = _cookbook_params(
+        vocab=vocab,
+        embed=embed,
+        length=length,
+        layers=layers,
+        heads=heads,
+        head=head,
+        mlp=mlp,
+    )
     batch = specs.batch
     act = form.out(batch)
 

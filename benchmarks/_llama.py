@@ -111,7 +111,16 @@ def llama(
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         return jnp.mean(normalizer - right)
 
-    params = _params(kv, group, head, width, hidden, struct, layers, vocab)
+    params = _params(
+        kv=kv,
+        group=group,
+        head=head,
+        width=width,
+        hidden=hidden,
+        struct=struct,
+        layers=layers,
+        vocab=vocab,
+    )
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return trained(loss, params, tokens)
 

@@ -110,7 +110,13 @@ def of_explicit(name: str) -> Trained:
         return results[0], (), results[1]
 
     batch_dim = 1 if name in SCANNED_DATA else 0
-    return Trained(without_moments, params, lambda _params: (), tuple(data), batch_dim)
+    return Trained(
+        step=without_moments,
+        params=params,
+        init=lambda _params: (),
+        data=tuple(data),
+        batch_dim=batch_dim,
+    )
 
 
 def cases() -> dict[str, Callable[[], Trained]]:
@@ -246,7 +252,12 @@ def seconds_beside_search(
     donating = sfx.filter_jit(step, donate=(0, 1))
     options = search_options(devices, CHIP)
     space, lowered = opened_search(
-        donating, args, options, Limits(), (), lambda _: None
+        step=donating,
+        args=args,
+        options=options,
+        limits=Limits(),
+        also=(),
+        tell=lambda _: None,
     )
     candidates, titles = candidates_of(space, lowered, 1, lambda _: None)
     best = candidates[0]

@@ -131,13 +131,21 @@ def _rivals_of_files(file: Path, sharding_plan: ShardPlan) -> tuple[Rival, ...]:
         shardings,
     )
     by_file = _rival(
-        "load_file, device_put", load_by_file, file, shardings, SAFETENSORS
+        name="load_file, device_put",
+        load=load_by_file,
+        file=file,
+        shardings=shardings,
+        needs=SAFETENSORS,
     )
     by_safe_open = _rival(
-        "safe_open, device_put", load_by_safe_open, file, shardings, SAFETENSORS
+        name="safe_open, device_put",
+        load=load_by_safe_open,
+        file=file,
+        shardings=shardings,
+        needs=SAFETENSORS,
     )
     in_torch = [
-        _rival(name, load, file, shardings, needs)
+        _rival(name=name, load=load, file=file, shardings=shardings, needs=needs)
         for name, (load, needs) in TORCH.items()
     ]
     return (shardfx_rival, by_file, by_safe_open, *in_torch)
@@ -183,7 +191,11 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     shardings = sharding_plan.shardings
 
     by_slices = _rival(
-        "safetensors slices", load_by_slices, file, shardings, SAFETENSORS
+        name="safetensors slices",
+        load=load_by_slices,
+        file=file,
+        shardings=shardings,
+        needs=SAFETENSORS,
     )
     by_memory_map = _rival("memory map", load_by_memory_map, file, shardings)
     by_flax = Rival(

@@ -286,7 +286,9 @@ def _race(
         )
         facts |= {"wire bytes": plan.wire_bytes, "lower bound": plan.lower_bound_bytes}
         if chip is not None:
-            facts |= _predicted(shape, values.dtype, src, dst, chip)
+            facts |= _predicted(
+                shape=shape, dtype=values.dtype, src=src, dst=dst, chip=chip
+            )
     return Race(
         rivals=tuple(rivals),
         fresh=lambda: jax.block_until_ready(placed(values, src)),
@@ -313,7 +315,9 @@ def _predicted(
     }
     facts: dict[str, Value] = {}
     for name, program in programs.items():
-        compiled = lowered(program, shape, dtype, src, dst).compile()
+        compiled = lowered(
+            fn=program, shape=shape, dtype=dtype, src=src, dst=dst
+        ).compile()
         estimate = seconds(traffic(compiled, mesh), chip, mesh)
         facts[f"predicted_seconds.{name}"] = estimate.seconds
     return facts

@@ -121,11 +121,32 @@ def cases(options: Options) -> list[Entry]:
 
 
 def _large() -> tuple[Any, ...]:
-    return llama(126, 16384, 53248, 8, 16, 128, 128256, 512, 4096)
+    return llama(
+        layers=126,
+        width=16384,
+        hidden=53248,
+        kv=8,
+        group=16,
+        head=128,
+        vocab=128256,
+        batch=512,
+        length=4096,
+    )
 
 
 def _small() -> tuple[Any, ...]:
-    return llama(4, 128, 512, 8, 1, 16, 1024, 16, 64, jnp.float32)
+    return llama(
+        layers=4,
+        width=128,
+        hidden=512,
+        kv=8,
+        group=1,
+        head=16,
+        vocab=1024,
+        batch=16,
+        length=64,
+        dtype=jnp.float32,
+    )
 
 
 def _speed() -> dict[str, Value]:

@@ -78,7 +78,12 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     else:
         step, *args = models(jnp.float32)[name]()
     space, lowered = opened_search(
-        step, args, search_options("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
+        step=step,
+        args=args,
+        options=search_options("cpu:8", None),
+        limits=sfx.auto.Limits(),
+        also=(),
+        tell=lambda _: None,
     )
     candidates = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)

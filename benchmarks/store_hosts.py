@@ -41,7 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.of:
         way, number, port, endpoint, copy = flags.of
-        _run(way, int(number), flags.processes, port, endpoint, Path(copy))
+        _run(
+            way=way,
+            number=int(number),
+            processes=flags.processes,
+            port=port,
+            endpoint=endpoint,
+            copy=Path(copy),
+        )
         return 0
     print("way      bytes over state  requests  processor seconds of each process")
     root = _load_stores.folder(flags.mebibytes)
@@ -104,9 +111,15 @@ def _run(
         result = checkpoint.load(index, whole)
     elif way in ("copy", "share"):
         if way == "share":
-            _copy(endpoint, index, copy, number, processes)
+            _copy(
+                endpoint=endpoint,
+                index=index,
+                copy=copy,
+                number=number,
+                processes=processes,
+            )
         elif number == 0:
-            _copy(endpoint, index, copy, 0, 1)
+            _copy(endpoint=endpoint, index=index, copy=copy, number=0, processes=1)
         multihost_utils.sync_global_devices("copied")
         result = checkpoint.load(copy, whole)
     else:

@@ -117,7 +117,7 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
             answer({"outcome": "refused", "message": ready[key]})
             continue
         line = outcome(case, ready[key], _compiled(step))
-        answer(_compared(request, case, step, line, said))
+        answer(_compared(request=request, case=case, step=step, line=line, said=said))
 
 
 def _answered_form(form: list[str], answer: Any) -> None:

@@ -46,11 +46,21 @@ def draw(seed: int, number: int, layouts: int, family: str | None = None) -> lis
     draws = random.Random(f"faults {seed} {number}")
     if family is not None:
         layers = [entry for entry in LAYERS.values() if entry.family == family]
-        return _of_layer(draws, layers[number % len(layers)], layouts, seed, number)
+        return _of_layer(
+            draws=draws,
+            entry=layers[number % len(layers)],
+            layouts=layouts,
+            seed=seed,
+            number=number,
+        )
     if number % 2 == 0:
         layers = list(LAYERS.values())
         return _of_layer(
-            draws, layers[number // 2 % len(layers)], layouts, seed, number
+            draws=draws,
+            entry=layers[number // 2 % len(layers)],
+            layouts=layouts,
+            seed=seed,
+            number=number,
         )
     program = _random_program(draws)
     is_uneven = draws.random() < 0.5
@@ -96,7 +106,13 @@ def layout(
     for constrained, of_shapes in ((constraints, shapes), (between, steps)):
         for place, shape in enumerate(of_shapes):
             if draws.random() < share:
-                constrained[place] = _spec(draws, shape, mesh, density, is_uneven)
+                constrained[place] = _spec(
+                    draws=draws,
+                    shape=shape,
+                    mesh=mesh,
+                    density=density,
+                    is_uneven=is_uneven,
+                )
     results: tuple[Spec, ...] | None = None
     if draws.random() < 0.6:
         results = (_spec(draws, steps[-1], mesh, density),)

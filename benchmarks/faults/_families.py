@@ -142,7 +142,9 @@ def subjects() -> list[Subject]:
 def _unseen(family: str, name: str) -> Subject:
     """An unseen step, which has a layout of its own."""
     case = _CASES[name]
-    return Subject(family, name, "its own", case.cpu, case.make)
+    return Subject(
+        family=family, name=name, layout="its own", sizes=case.cpu, make=case.make
+    )
 
 
 def _zoo_models(family: str, name: str, *, spatial: bool = False) -> list[Subject]:
@@ -155,7 +157,9 @@ def _zoo_models(family: str, name: str, *, spatial: bool = False) -> list[Subjec
     models = []
     for layout, spec_of in layouts.items():
         make = ft.partial(_zoo_step, name, spec_of, layout == "spatial")
-        models.append(Subject(family, name, layout, _SIZES, make))
+        models.append(
+            Subject(family=family, name=name, layout=layout, sizes=_SIZES, make=make)
+        )
     return models
 
 
@@ -198,7 +202,9 @@ def _layers(family: str, name: str, **layouts: Mapping[str, Axes]) -> list[Subje
     steps = []
     for layout, axes in layouts.items():
         make = ft.partial(_layer_step, LAYERS[name], axes)
-        steps.append(Subject(family, name, layout, _SIZES, make))
+        steps.append(
+            Subject(family=family, name=name, layout=layout, sizes=_SIZES, make=make)
+        )
     return steps
 
 

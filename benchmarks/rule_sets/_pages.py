@@ -43,11 +43,19 @@ def cases() -> Iterator[Case]:
         models = _PRODUCTS if "names, " in name else _PRODUCTS | _CONVOLUTIONS
         for model, make in models.items():
             for mesh in MESHES:
-                yield Case(name, model, mesh, make, planned)
+                yield Case(
+                    rules=name, model=model, mesh=mesh, make=make, planned=planned
+                )
     for mesh in MESHES:
         planned = ft.partial(_stacked_plan, page)
         make = ft.partial(_stacked, page["Stack"], page["Mlp"])
-        yield Case("choosing: names in the module", "scanned", mesh, make, planned)
+        yield Case(
+            rules="choosing: names in the module",
+            model="scanned",
+            mesh=mesh,
+            make=make,
+            planned=planned,
+        )
     if importlib.util.find_spec("flax") is None:
         return  # which the page of recipes needs
     yield from _readme()
@@ -56,7 +64,13 @@ def cases() -> Iterator[Case]:
     for mesh in MESHES:
         planned = ft.partial(sfx.plan, names=recipes["NAMES"], axes=recipes["axes"])
         make = ft.partial(_recipe, recipes)
-        yield Case("recipes", "the page's model", mesh, make, planned)
+        yield Case(
+            rules="recipes",
+            model="the page's model",
+            mesh=mesh,
+            make=make,
+            planned=planned,
+        )
 
 
 def _readme() -> Iterator[Case]:
@@ -65,7 +79,13 @@ def _readme() -> Iterator[Case]:
     planned = by_paths(page["rules"], axes=page["axes"])
     for mesh in MESHES:
         make = ft.partial(_of_readme, page["shapes"])
-        yield Case("README", "the page's model", mesh, make, planned)
+        yield Case(
+            rules="README",
+            model="the page's model",
+            mesh=mesh,
+            make=make,
+            planned=planned,
+        )
 
 
 def _of_readme(shapes: Any) -> Model:
@@ -92,7 +112,13 @@ def _tour() -> Iterator[Case]:
     planned = by_paths(page["paths"], axes=page["axes"])
     for mesh in MESHES:
         make = ft.partial(_of_tour, page)
-        yield Case("tour", "the page's model", mesh, make, planned)
+        yield Case(
+            rules="tour",
+            model="the page's model",
+            mesh=mesh,
+            make=make,
+            planned=planned,
+        )
 
 
 def _of_tour(page: dict[str, Any]) -> Model:

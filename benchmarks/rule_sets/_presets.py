@@ -92,10 +92,18 @@ def cases() -> Iterator[Case]:
             if family.preset is not None:
                 name = f"presets.{_function(family.preset)}"
                 planned = by_paths(family.preset())
-                yield Case(name, family.name, mesh, make, planned)
+                yield Case(
+                    rules=name, model=family.name, mesh=mesh, make=make, planned=planned
+                )
             for how in ("dp", "fsdp", "tp", "fsdp_tp"):
                 planned = by_paths(models.rules_for(family.name, how))
-                yield Case(f"rules_for {how}", family.name, mesh, make, planned)
+                yield Case(
+                    rules=f"rules_for {how}",
+                    model=family.name,
+                    mesh=mesh,
+                    make=make,
+                    planned=planned,
+                )
     yield from _experts()
     yield from _t5x()
     yield from _eformer()
@@ -126,7 +134,14 @@ def _experts() -> Iterator[Case]:
         make = ft.partial(_model, _BY_NAME[name], stack_experts=True)
         for mesh in MESHES:
             axes = ("fsdp", "expert", "tensor")
-            yield Case("rules_for ep", name, mesh, make, rules, axes)
+            yield Case(
+                rules="rules_for ep",
+                model=name,
+                mesh=mesh,
+                make=make,
+                planned=rules,
+                axes=axes,
+            )
 
 
 # The names of T5X for arrays under Hugging Face's paths, `[out, in]`.
@@ -152,7 +167,14 @@ def _t5x() -> Iterator[Case]:
             # T5X has two mesh axes.
             for mesh in ("4x2", "2x4", "3x2"):
                 name = f"presets.t5x({activation_dims}, {parameter_dims})"
-                yield Case(name, "t5.1.1-xxl", mesh, make, planned, ("data", "model"))
+                yield Case(
+                    rules=name,
+                    model="t5.1.1-xxl",
+                    mesh=mesh,
+                    make=make,
+                    planned=planned,
+                    axes=("data", "model"),
+                )
 
 
 def _eformer() -> Iterator[Case]:
@@ -171,5 +193,10 @@ def _eformer() -> Iterator[Case]:
     make = ft.partial(_model, _BY_NAME["llama3-8b"])
     for mesh in MESHES:
         yield Case(
-            "presets.eformer", "llama3-8b", mesh, make, planned, ("dp", "fsdp", "tp")
+            rules="presets.eformer",
+            model="llama3-8b",
+            mesh=mesh,
+            make=make,
+            planned=planned,
+            axes=("dp", "fsdp", "tp"),
         )

@@ -472,7 +472,9 @@ def llama_scan(mesh: AnyMesh) -> Made:
     heads = 8
     kv = 2
     size = 32
-    params = _llama_params(struct, width, layers, heads, size, kv)
+    params = _llama_params(
+        struct=struct, width=width, layers=layers, heads=heads, size=size, kv=kv
+    )
 
     norm, rotate = _llama_norm_and_rotation(size)
 

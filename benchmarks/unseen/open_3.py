@@ -307,7 +307,9 @@ def lora(mesh: AnyMesh) -> Made:
     width = 256
     layers = 3
     rank = 8
-    base, adapters, table = _lora_params(low, layers, width, struct, rank)
+    base, adapters, table = _lora_params(
+        low=low, layers=layers, width=width, struct=struct, rank=rank
+    )
 
     def dense(x, w, adapter):
         first = adapter["a"].astype(x.dtype)

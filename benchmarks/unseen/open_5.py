@@ -331,7 +331,9 @@ def decode_slice(mesh: AnyMesh) -> Made:
     heads = 8
     length = 128
     size = width // heads
-    params, cache = _decoding_params(struct, width, layers, heads, size, length)
+    params, cache = _decoding_params(
+        struct=struct, width=width, layers=layers, heads=heads, size=size, length=length
+    )
 
     def decode(params, cache, token, position):
         def layer(x, p):

@@ -334,7 +334,9 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
     kv = 2
     size = 32
     length = 96
-    params, cache = _nucleus_params(struct, width, kv, size, length)
+    params, cache = _nucleus_params(
+        struct=struct, width=width, kv=kv, size=size, length=length
+    )
 
     def decode(params, cache, tokens, positions, key):
         x = params["embed"][tokens]

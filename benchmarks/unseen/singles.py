@@ -420,11 +420,13 @@ convolutions = (
     ),
     single(
         "pool-max-gradient",
-        grad(lambda x: pool(x, -np.inf, lax.max, 3, 2)),
+        grad(lambda x: pool(x=x, start=-np.inf, operation=lax.max, size=3, stride=2)),
         (8, 32, 32, 16),
     ),
     single(
-        "pool-mean-gradient", grad(lambda x: pool(x, 0, lax.add, 3, 1)), (8, 16, 16, 16)
+        "pool-mean-gradient",
+        grad(lambda x: pool(x=x, start=0, operation=lax.add, size=3, stride=1)),
+        (8, 16, 16, 16),
     ),
     single(
         "resize-linear",

@@ -154,7 +154,9 @@ def test_slices_are_ordered_one_by_one():
 
 def compiled_steps(shape, src, dst, dtype="bfloat16"):
     fn = steps_program(shape, jnp.dtype(dtype), src, dst)
-    return lowered(fn, shape, jnp.dtype(dtype), src, dst).compile()
+    return lowered(
+        fn=fn, shape=shape, dtype=jnp.dtype(dtype), src=src, dst=dst
+    ).compile()
 
 
 @needs_libtpu
@@ -177,7 +179,9 @@ def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
     text = compiled_steps(shape, src, dst).as_text()
     assert wire_bytes(text, 32) == plan.wire_bytes
     assert wire_bytes(text, 32, slices=2) == plan.dcn_bytes
-    compiled = lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst).compile()
+    compiled = lowered(
+        fn=lambda x: x, shape=shape, dtype=jnp.dtype("bfloat16"), src=src, dst=dst
+    ).compile()
     program_text = compiled.as_text()
     xla = wire_bytes(
         program_text,

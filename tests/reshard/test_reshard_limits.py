@@ -104,7 +104,13 @@ def test_the_told_peak_covers_what_programs_allocate(source, target, parts):
         chunks = move.chunks_of(parts)
     steps: Any = steps_program(shape, dtype, source(), target())
     allocated = temp_bytes(
-        lowered(ft.partial(steps, chunks=chunks), shape, dtype, source(), target())
+        lowered(
+            fn=ft.partial(steps, chunks=chunks),
+            shape=shape,
+            dtype=dtype,
+            src=source(),
+            dst=target(),
+        )
     )
     devices = len(move.src.device_set)
     if chunks is None:

@@ -40,7 +40,12 @@ def args():
 @pytest.fixture(scope="module")
 def searched(args):
     space, lowered = opened_search(
-        step, args, search_options("cpu:8", None), Limits(), (), lambda _: None
+        step=step,
+        args=args,
+        options=search_options("cpu:8", None),
+        limits=Limits(),
+        also=(),
+        tell=lambda _: None,
     )
     candidates_by_title = {
         candidate.title: candidate for candidate in by_hand(space, space.usual)
@@ -112,7 +117,12 @@ def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
 def test_donation_is_read_off_the_step(args):
     def donated(its_step):
         return opened_search(
-            its_step, args, search_options("cpu:8", None), Limits(), (), lambda _: None
+            step=its_step,
+            args=args,
+            options=search_options("cpu:8", None),
+            limits=Limits(),
+            also=(),
+            tell=lambda _: None,
         )[1].donated
 
     actual = donated(jax.jit(step, donate_argnums=(1,)))

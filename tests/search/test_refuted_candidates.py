@@ -102,11 +102,11 @@ def test_a_search_reads_the_program_that_libtpu_partitions():
     # libtpu is asked once for each candidate that is judged.
     asked = []
     accepted = _without_refuted(
-        lowered,
-        [right, wrong],
-        1,
-        print,
-        lambda proposed: asked.append(proposed) or target,
+        lowered=lowered,
+        fitting=[right, wrong],
+        keep=1,
+        tell=print,
+        target_of=lambda proposed: asked.append(proposed) or target,
     )
     assert accepted == [right, wrong]
     assert asked == [right]

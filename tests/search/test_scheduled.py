@@ -63,7 +63,14 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
     answered(monkeypatch, {"a": (3.0, 50), "b": (1.0, 101), "c": (2.0, 50)})
     lines: list[str] = []
     ones = [candidate(axis, float(seconds)) for seconds, axis in enumerate("abcd")]
-    answers = settled(lowered, OPTIONS, ones, 2, 4, lines.append)
+    answers = settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=ones,
+        enough=2,
+        most=4,
+        tell=lines.append,
+    )
     # Two fit, so libtpu is not asked about "d".
     assert names(answers.fitting) == ["c", "a", "d"]
     assert names(answers.too_large) == ["b"]
@@ -74,7 +81,14 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
         "estimate",
     ]
     assert "dropped b=4 (batch): libtpu takes 101 B of 100 B" in lines
-    answers = settled(lowered, OPTIONS, ones, 2, 1, lines.append)
+    answers = settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=ones,
+        enough=2,
+        most=1,
+        tell=lines.append,
+    )
     assert names(answers.fitting) == ["a", "b", "c", "d"]
 
 
@@ -87,18 +101,36 @@ def test_where_nothing_fits_the_least_is_next(lowered, monkeypatch):
         candidate("c", 3.0, 70),
         candidate("d", 4.0, 60),
     ]
-    answers = settled(lowered, OPTIONS, ones, 2, 3, print)
+    answers = settled(
+        lowered=lowered, options=OPTIONS, candidates=ones, enough=2, most=3, tell=print
+    )
     assert names(answers.fitting) == ["d", "c"]
     assert names(answers.too_large) == ["a", "b"]
-    answers = settled(lowered, OPTIONS, ones, 2, 2, print)
+    answers = settled(
+        lowered=lowered, options=OPTIONS, candidates=ones, enough=2, most=2, tell=print
+    )
     assert "the 2 candidates that it was asked about do not fit" in str(
         answers.fitting[0]
     )
-    answers = settled(lowered, OPTIONS, ones[:3], 2, 3, print)
+    answers = settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=ones[:3],
+        enough=2,
+        most=3,
+        tell=print,
+    )
     assert not answers.fitting
     assert names(answers.too_large) == ["a", "b", "c"]
     too_large = [candidate("a", 1.0, 101)]
-    answers = settled(lowered, OPTIONS, too_large, 2, 0, print)
+    answers = settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=too_large,
+        enough=2,
+        most=0,
+        tell=print,
+    )
     assert not answers.fitting
     assert answers.too_large == tuple(too_large)
 
@@ -107,8 +139,22 @@ def test_what_libtpu_cannot_compile_is_dropped(lowered, monkeypatch):
     answered(monkeypatch, {"a": (None, 0), "b": (1.0, 10)})
     lines: list[str] = []
     ones = [candidate("a", 1.0), candidate("b", 2.0)]
-    answers = settled(lowered, OPTIONS, ones, 2, 2, lines.append)
+    answers = settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=ones,
+        enough=2,
+        most=2,
+        tell=lines.append,
+    )
     assert names(answers.fitting) == ["b"]
     assert "dropped a=4 (batch): libtpu cannot compile this step" in lines
     with pytest.raises(ProgramError, match="libtpu cannot compile this step"):
-        settled(lowered, OPTIONS, ones[:1], 2, 2, print)
+        settled(
+            lowered=lowered,
+            options=OPTIONS,
+            candidates=ones[:1],
+            enough=2,
+            most=2,
+            tell=print,
+        )

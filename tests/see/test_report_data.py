@@ -375,7 +375,14 @@ def test_the_rest_of_a_tree_is_summed_for_each_kind_of_memory():
 
 def test_many_findings_and_much_traffic_are_cut_and_counted():
     sharding_plan = planned("w->replicate")
-    finding = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
+    finding = Finding(
+        code="replicated",
+        severity="warning",
+        where="w",
+        bytes=9,
+        message="m" * 100,
+        fix="f",
+    )
     traffic = Traffic((), 8)
     page = html_report(sharding_plan, findings=[finding] * 10_000, traffic=traffic)
     data = embedded(page)
@@ -417,7 +424,10 @@ NOT_FIT = "2 arrays got less than asked, 2 times an even split, it does not fit 
 def test_the_verdict(tree, rules, findings, chip, level, text):
     sharding_plan = planned(rules, tree)
     result = [
-        Finding("corrected", severity, "w", 0, "", "") for severity in findings.split()
+        Finding(
+            code="corrected", severity=severity, where="w", bytes=0, message="", fix=""
+        )
+        for severity in findings.split()
     ]
     verdict = report_data(sharding_plan, findings=result, chip=chip)["verdict"]
     assert verdict["level"] == level

@@ -252,7 +252,11 @@ def test_of_five_sub_axes_that_move_a_gather_can_remove_four():
         StepLayout(sizes, ((), (1,))),
     )
     steps = Neighbours(
-        (32, 32), source, target, step_layout.Shards(source), PermutationPrices(source)
+        divisible_counts=(32, 32),
+        near=source,
+        far=target,
+        shards=step_layout.Shards(source),
+        permutations=PermutationPrices(source),
     )
     reached = [dims for dims, _ in steps.all_to_alls(source.layout.dims, 0.0, math.inf)]
     assert ((), (1, 0, 2, 3, 4)) in reached

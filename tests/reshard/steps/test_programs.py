@@ -519,7 +519,9 @@ def test_between_slices_the_planned_steps_cross_less_than_xla():
     assert plan.wire_bytes == 256 * 256 * 4 // 4
     assert plan.dcn_bytes == 0
     ours, theirs = (
-        lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
+        lowered(fn=fn, shape=(256, 256), dtype=jnp.dtype("float32"), src=src, dst=dst)
+        .compile()
+        .as_text()
         for fn in (program_of(plan, 2, src, dst), lambda x: x)
     )
     assert wire_bytes(ours, 8) == plan.wire_bytes

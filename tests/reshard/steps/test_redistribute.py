@@ -330,7 +330,9 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
     positions = tuple(range(len(sizes)))
     dims = (positions,)
     ids = tuple(order.tolist())
-    expected = StepLayout(sizes, dims, ids, weights, end.network)
+    expected = StepLayout(
+        sizes=sizes, dims=dims, order=ids, weights=weights, network=end.network
+    )
     assert end == expected
     flat_grid = objects(chips((4, 4, 1, 1)))
     grid = flat_grid.reshape(4, 4)
