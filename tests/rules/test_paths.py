@@ -123,7 +123,7 @@ ODD_DIMS: list[Any] = [None, (0, "1"), "0", -1, 0.5, True]
         (lambda: P("x") | replicate, "only the first target"),
     ],
 )
-def test_malformed_rules_are_refused(make, message):
+def test_malformed_rules_are_refused(make, message, as_users_run_it):
     with pytest.raises(RuleError, match=re.escape(message)):
         make()
 

@@ -570,7 +570,7 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(make, message):
+def test_what_contradicts_itself_is_refused(make, message, as_users_run_it):
     with pytest.raises(RuleError, match=message):
         make()
 
