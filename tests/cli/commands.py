@@ -1,5 +1,7 @@
 """How the tests run commands, and the models that the commands are about."""
 
+import contextlib
+import io
 import itertools
 import re
 import shlex
@@ -11,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardfx.__main__ import main
-from shardfx._cli.group import _VERBS
 
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
-VERBS = tuple(_VERBS)
 MODEL = """
 import equinox as eqx
 import jax
@@ -87,6 +87,25 @@ def optimizer():
 def needs_more(rate):
     return OPTIMIZER
 """
+
+
+def help_of(*words):
+    """What `shardfx WORDS --help` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*words, "--help"]) == 0
+    return out.getvalue()
+
+
+def listed_verbs():
+    """The verbs that the help of the command line lists, and what it says of each."""
+    listed = help_of().partition("\nCommands:\n")[2].partition("\n\n")[0]
+    # A verb stands behind two spaces; a text goes on behind more.
+    rows = re.findall(r"^  (\w+) +(.*(?:\n    +.*)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in rows}
+
+
+LISTED = listed_verbs()
+VERBS = tuple(LISTED)
 
 
 def run(*arguments):

@@ -1,10 +1,10 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from shardfx import chips, topology
-from shardfx.auto._asked import search_options
+from shardfx import auto, chips, topology
 from shardfx.chips import _chip
 from shardfx.errors import ChipError, MeshError
 
@@ -157,10 +157,10 @@ def test_slices_by_name(text, name, devices):
 @pytest.mark.parametrize("prefix", ["", "gpu:", "nvidia:"])
 def test_nodes_of_gpus_by_name(prefix):
     assert chips.find(f"{prefix}h100:8*2") is chips.find("h100")
-    options = search_options(f"{prefix}h100:8*2", None)
-    assert options.total == 16
-    assert options.slices == 2
-    assert options.chip.name == "h100"
+    weight = jax.ShapeDtypeStruct((1024,), "float32")
+    mesh = auto.plan({"w": weight}, f"{prefix}h100:8*2").mesh
+    assert mesh.size == 16
+    assert mesh.dcn_sizes == (2,)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx._step import step_of
 from shardfx.cost import compile_for, estimate, fit, shardings
 from shardfx.errors import UnknownPathError
 from shardfx.testing import assert_same_shardings_text, shardings_text
@@ -295,7 +294,7 @@ def test_layouts_are_those_that_xla_chooses():
     step, *args = decoder(constrained=False)
     rows = shardings(step, *args, compiler="cpu").rows
     products = [row for row in rows if row.operation.startswith("dot")]
-    text = step_of(step, args).partitioned("cpu")
+    text = compile_for(step, *args, target="cpu").as_text()
     for row in products:
         cases = (*row.spec, *[None] * 4)
         cuts = [8 if entry else 1 for entry in cases]

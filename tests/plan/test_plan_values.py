@@ -29,8 +29,6 @@ from shardfx import (
     report,
     shard,
 )
-from shardfx._plan import plan_json
-from shardfx._rules import Atomic
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
@@ -386,10 +384,13 @@ def test_json_edited_to_be_invalid(change, text):
 
 
 def test_a_unit_in_json_is_the_unit_that_was_written():
-    for unit in (8, (1, 8)):
-        entry = Atomic("heads", unit)
-        data = json.loads(json.dumps(plan_json.encode_entry(entry)))
-        assert plan_json.decode_entry(data) == entry
+    named = PathRules([("w", (atomic("m", 4), "n"))])
+    by_paths = PathRules([("w", atomic(P("a", "b"), (1, 8)))])
+    for paths, axes in ((named, AXES), (by_paths, None)):
+        made = plan({"w": TREE["w"]}, MESH, paths=paths, axes=axes)
+        read = ShardPlan.from_json(made.to_json())
+        assert read == made
+        assert read["w"] == made["w"]
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -6,22 +6,23 @@ without partitioning the step again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfx._step import Programs, Verdict, judged, step_of
+from shardfx._step import judged, step_of
+from shardfx.testing import Verdict
 
 
-def programs_of(step: Callable[..., Any], args: Sequence[Any]) -> Programs:
+def programs_of(step: Callable[..., Any], args: Sequence[Any]):
     """The step before and after XLA's partitioner, for CPUs."""
     return step_of(step, args).programs("cpu")
 
 
-def verdict_of(programs: Programs, partitioned: str | None = None) -> Verdict:
+def verdict_of(programs, partitioned: str | None = None) -> Verdict:
     """The verdict of the judge, with the text `partitioned` in place of XLA's."""
     if partitioned is not None:
         programs = programs._replace(partitioned=partitioned)
     return judged(programs)
 
 
-def proved_programs(step: Callable[..., Any], args: Sequence[Any]) -> Programs:
+def proved_programs(step: Callable[..., Any], args: Sequence[Any]):
     """The programs of a step that the judge proves."""
     programs = programs_of(step, args)
     verdict = verdict_of(programs)

@@ -1,5 +1,7 @@
 """A small trainer and a small engine, for tests of transfers."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,11 @@ from shardfx.sync import Receiver, plan_transfer
 
 SECRET = b"sixteen bytes or more"
 SIZES = {"a": 2, "b": 2}
+
+
+def sha256(text):
+    """The checksum of a text, as whoever forges a plan computes it."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def mesh(start):

@@ -18,13 +18,12 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental.transfer import start_transfer_server
 from jax.sharding import PartitionSpec as P
 from maps import maps, same, written
-from sync_jobs import SIZES, bits, job, mesh, planned
+from sync_jobs import SIZES, bits, job, mesh, planned, sha256
 
 import shardfx
 from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
 from shardfx._reshard.sync import contents, scheduling, spare
-from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.kinds import FIRST_POSITION
 from shardfx._reshard.sync.publishing import publishable
 from shardfx.errors import MeshError, PlanFormatError, SyncError
@@ -298,7 +297,7 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
         mutated(body, draws)
         again = json.dumps(body)
         try:
-            encoded = json.dumps({**text, "plan": again, "checksum": _checksum(again)})
+            encoded = json.dumps({**text, "plan": again, "checksum": sha256(again)})
             found = TransferPlan.from_json(encoded)
         except PlanFormatError:
             refused += 1

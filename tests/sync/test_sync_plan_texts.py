@@ -4,17 +4,17 @@ the text is read, and a short text takes a short time and little memory.
 
 import json
 import time
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sync_jobs import planned
+from sync_jobs import mesh, planned, sha256
 
 from shardfx import From, TreeMap
-from shardfx._reshard.sync import codec, kinds
-from shardfx._reshard.sync.scheduling import schedule
 from shardfx.errors import PlanFormatError, SyncError
-from shardfx.sync import TransferPlan, plan_transfer
+from shardfx.sync import Channel, TransferPlan, plan_transfer, send
 
 
 def with_body(plan, change):
@@ -23,7 +23,7 @@ def with_body(plan, change):
     body = json.loads(text["plan"])
     change(body)
     again = json.dumps(body, separators=(",", ":"))
-    return json.dumps({**text, "plan": again, "checksum": codec._checksum(again)})
+    return json.dumps({**text, "plan": again, "checksum": sha256(again)})
 
 
 def spread(body, count):
@@ -110,9 +110,12 @@ def test_a_short_text_of_a_plan_makes_no_long_schedule():
     plan = plan_transfer(planned(tree, specs), planned(tree, {"w": P("a")}))
     hostile = TransferPlan.from_json(with_body(plan, in_tiny_ranges))
     assert hostile.leaves[0].shape == (1 << 20, 8)
+    whole = {"w": np.zeros((1 << 20, 8), np.float32)}
+    arrays = jax.device_put(whole, planned(whole, specs, mesh(0)).shardings)
+    channel = mock.create_autospec(Channel)
     begin = time.process_time()
     with pytest.raises(SyncError, match="in more than 262,144 parts of ranges of byt"):
-        schedule(hostile, 0, 0)
+        send(hostile, arrays, channel, 7, sender=0, receiver=0)
     assert time.process_time() - begin < 1
 
 
@@ -162,7 +165,7 @@ def test_a_text_that_no_plan_writes_is_refused_when_it_is_read(change, text):
     body = json.loads(json.loads(plan.to_json())["plan"])
     change(body)
     leaf_digests = [leaf[3] for leaf in body["leaves"]]
-    digest = kinds.hash_of([body["settings"], *leaf_digests])
+    digest = sha256("\0".join([body["settings"], *leaf_digests]))
     encoded = json.loads(with_body(plan, change))
     TransferPlan.from_json(plan.to_json())
     with pytest.raises(PlanFormatError, match=text):

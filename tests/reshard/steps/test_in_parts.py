@@ -1,6 +1,6 @@
 import functools as ft
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
 from shardfx._reshard.steps.groups import Exchange, join
 from shardfx._reshard.steps.programs import concatenated, run_steps
-from shardfx._reshard.steps.redistribution import Redistribution, redistribute
+from shardfx._reshard.steps.redistribution import redistribute
 from shardfx.results import StepLayout
 
 
@@ -67,7 +67,7 @@ def moved(
     values: np.ndarray,
     src: StepLayout,
     dst: StepLayout,
-    plan: Redistribution,
+    plan: Any,
     chunks: Chunks,
 ) -> jax.Array:
     """The array after the steps of a plan, part by part; its pieces lie end to end
