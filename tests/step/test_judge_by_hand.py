@@ -20,6 +20,12 @@ WHOLE = """HloModule whole, num_partitions=2
   ROOT %c = f32[] multiply(%a, %b)
 }}
 
+%largest (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] maximum(%a, %b)
+}}
+
 %any (a: pred[], b: pred[]) -> pred[] {{
   %a = pred[] parameter(0)
   %b = pred[] parameter(1)

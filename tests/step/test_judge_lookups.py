@@ -90,7 +90,8 @@ def clamped_otherwise(text: str) -> str:
     ],
 )
 def test_another_mask_of_a_lookup_is_not_proved(
-    programs, changed: Callable[[str], str]
+    programs,
+    changed: Callable[[str], str],
 ):
     text = changed(programs.partitioned)
     assert text != programs.partitioned
@@ -194,3 +195,26 @@ def test_a_lookup_of_whole_columns_is_clamped_as_before(bound, outcome):
     lookup = r"  (?:ROOT )?%\S+ = f32\[6,2\]\S* gather\(%\S+, (?P<index>%[\w.]+)\)"
     text = with_clamp(programs.partitioned, lookup, "s32[6,1]{1,0}", bound)
     assert verdict_of(programs, text).outcome == outcome
+
+
+def rows_of_largest(parts, indices):
+    return jnp.take(jnp.max(parts, 0), indices, axis=0, mode="clip")
+
+
+def test_rows_of_parts_of_a_maximum_are_not_summed():
+    mesh = sfx.MeshSpec({"a": 2, "b": 2}).abstract()
+    cut = NamedSharding(mesh, P("a", "b"))
+    parts = jax.ShapeDtypeStruct((4, 12, 4), jnp.float32, sharding=cut)
+    whole = NamedSharding(mesh, P())
+    indices = jax.ShapeDtypeStruct((6,), jnp.int32, sharding=whole)
+    programs = proved_programs(rows_of_largest, (parts, indices))
+    text = programs.partitioned
+    summed = re.search(r"(?P<whole>%\S+) = \S+ all-reduce\((?P<part>%[\w.]+)\)", text)
+    assert summed is not None
+    text = text.replace(f"gather({summed['whole']}, ", f"gather({summed['part']}, ")
+    last = text.rindex("all-reduce(")
+    groups = r"replica_groups=.*?, use_global"
+    everyone = "replica_groups={{0,1,2,3}}, use_global"
+    changed = text[:last] + re.sub(groups, everyone, text[last:], count=1)
+    assert changed != programs.partitioned
+    assert verdict_of(programs, changed).outcome != "proved"

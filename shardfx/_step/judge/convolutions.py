@@ -377,6 +377,8 @@ def reduce_window(
     reducer = reducer_of(context.module, instruction)
     if operand.terms is not None and not (reducer == operand.reducer == "add"):
         require_finished(operand, "reduce-window")
+    if operand.scale != 1 and reducer != "add":
+        raise Unjudged("a reduction, over windows, of shares of a sum")
     shape = arrays_in(instruction.result)[0].shape
     rule = ft.partial(
         _reduced_window, context, instruction, reducer=reducer, shape=shape

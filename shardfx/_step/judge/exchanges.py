@@ -81,11 +81,15 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     if terms is not None:
         terms = tuple(sorted(_permuted_mask(term, sources) for term in terms))
     fill = operand.fill
+    reducer = operand.reducer
+    if is_partial and terms is not None and reducer != "add":
+        raise Unjudged(f"a permute, to some devices, of an unfinished {reducer}")
     if is_partial:
         # Devices that receive nothing have zeros.
         if all(axis is None for axis in axes):
             if terms is None:
                 terms = (_permuted_mask(context.everywhere, sources),)
+                reducer = "add"
         elif fill != 0 and _sends_holes(operand, sources):
             fill = _with_zeros(operand)
         else:
@@ -95,6 +99,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         axes=axes,
         dropped_axes=dropped_axes,
         terms=terms,
+        reducer=reducer,
         fill=fill,
         known_numbers=None,
     )

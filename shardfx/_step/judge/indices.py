@@ -11,7 +11,7 @@ from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import attribute, numbers, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
-from .joining import form_in, joined_cut
+from .joining import form_in, is_zero, joined_cut
 from .lookups import Clamped, Fetched, Shifted
 from .matching import held_result, judged_match
 from .values import Node
@@ -348,6 +348,7 @@ def _scattered(
     _require_own_rows(
         context, instruction, table, raw_index, lookup, window_dims, node, cuts
     )
+    _require_same_sums(table, updates, reducer)
     is_unfinished = terms is not None or updates.scale != 1
     if is_unfinished and reducer in _IDEMPOTENT:
         if not table.is_finished or not updates.is_finished:
@@ -355,15 +356,27 @@ def _scattered(
     elif is_unfinished and reducer != "add":
         raise Unjudged("an unfinished scatter")
     elif terms is not None or table.terms is not None:
-        is_zero = table.known_numbers is not None and not table.known_numbers.any()
         is_of_sums = table.terms != terms or updates.terms is not None
-        if not is_zero and is_of_sums:
+        if not is_zero(table) and is_of_sums:
             raise Unjudged("a scatter of sums into a finished array")
     form = form_in(context, instruction, [table, index, updates], table.shape)
     held = held_result(context, form, instruction, table.shape, cuts, number)
     if terms is None or reducer not in _IDEMPOTENT:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
+
+
+def _require_same_sums(table: Held, updates: Held, reducer: str) -> None:
+    """Raises `Unjudged` for a scatter into a sum of other shares than those of the
+    updates, or of an unfinished reduction that is no sum.
+    """
+    for array in (table, updates):
+        if array.terms is not None and array.reducer != "add":
+            raise Unjudged("an unfinished scatter")
+    if is_zero(table):
+        return
+    if table.scale != updates.scale or (reducer != "add" and table.scale != 1):
+        raise Unjudged("a scatter of shares of a sum into others")
 
 
 def _cuts_of_table(

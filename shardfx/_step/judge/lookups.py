@@ -357,6 +357,8 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
     for device in range(context.devices):
         key = lookup.low[device].tobytes()
         devices_by_low[key] = devices_by_low.get(key, 0) | 1 << device
+    if fetched.terms is not None and fetched.reducer != "add":
+        raise Unjudged(f"a lookup in an unfinished {fetched.reducer}")
     device_masks = tuple(sorted(devices_by_low.values()))
     lookup_terms = None if device_masks == (context.everywhere,) else device_masks
     terms = product_of_terms(context.everywhere, lookup_terms, fetched.terms)

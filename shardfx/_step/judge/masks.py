@@ -82,7 +82,8 @@ def _selected_on_devices(
                 if merged is None:
                     return None
                 held = merged
-            return held
+            is_same_fill = on_part.fill == other.fill
+            return held if is_same_fill else dataclasses.replace(held, fill=None)
     for value_part, zero_part, takes_part in (
         (on_part, other, chosen),
         (other, on_part, ~chosen),
@@ -95,7 +96,9 @@ def _selected_on_devices(
                 # The other devices hold zeros already.
                 return value_part
             mask = sum(1 << device for device in np.flatnonzero(takes_part).tolist())
-            return dataclasses.replace(value_part, terms=(mask,), known_numbers=None)
+            return dataclasses.replace(
+                value_part, terms=(mask,), reducer="add", known_numbers=None
+            )
     return None
 
 

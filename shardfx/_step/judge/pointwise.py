@@ -194,6 +194,8 @@ def _scaled(
             multiplier is None
             or operand.known_numbers is not None
             or operand.dropped_axes
+            # A negative constant makes a minimum of a maximum.
+            or (operand.terms is not None and operand.reducer != "add")
         ):
             continue
         for value_number in _scalings(context, instruction):

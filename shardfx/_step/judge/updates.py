@@ -8,7 +8,7 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .held import Axis, Context, Held, require_finished
-from .joining import constant_number, form_in, joined_cut
+from .joining import constant_number, form_in, is_zero, joined_cut
 from .matching import expressed, held_result, matched_operands
 from .pieces import are_of_whole_program
 from .values import Node
@@ -108,8 +108,10 @@ def _update_sums(held: Held, operand: Held, update: Held) -> Held:
     """The result with the unfinished sums of its operands. They have to be the same,
     unless the array is zero.
     """
-    is_zero = operand.known_numbers is not None and not operand.known_numbers.any()
-    if not is_zero and (operand.terms, operand.scale) != (update.terms, update.scale):
+    is_same = (operand.terms, operand.scale) == (update.terms, update.scale)
+    if operand.terms is not None and operand.reducer != update.reducer:
+        is_same = False
+    if not is_zero(operand) and not is_same:
         require_finished(operand, "dynamic-update-slice")
         require_finished(update, "dynamic-update-slice")
     return held.with_sums_of(update)

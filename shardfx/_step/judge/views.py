@@ -78,17 +78,21 @@ def bitcast(
     instruction of the operand. In the order of memory it is a reshape. Layouts say
     which transposes lead to that order and back.
     """
+    array = arrays_in(instruction.result)[0]
+    shape = array.shape
+    if arrays_in(source.result)[0].dtype != array.dtype:
+        raise Unjudged("a bitcast to another type")
     source_order, result_order = _memory_order(source), _memory_order(instruction)
-    shape = arrays_in(instruction.result)[0].shape
     if (
         tuple(sorted(source_order)) == source_order
         and tuple(sorted(result_order)) == result_order
     ):
         return reshape(context, instruction, operand)
     linear_shape = tuple(shape[dim] for dim in result_order)
-    dtype = arrays_in(instruction.result)[0].dtype
     sizes = ",".join(map(str, linear_shape))
-    linear_reshape = instruction._replace(result=f"{dtype}[{sizes}]", opcode="reshape")
+    linear_reshape = instruction._replace(
+        result=f"{array.dtype}[{sizes}]", opcode="reshape"
+    )
     held = reshape(context, linear_reshape, permuted(operand, source_order))
     return permuted(held, [result_order.index(dim) for dim in range(len(shape))])
 
