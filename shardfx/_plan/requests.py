@@ -210,11 +210,13 @@ def units_at(
         """Whether a dimension of this size and name holds one element for each unit."""
         if unit == 1 or not isinstance(name, str):
             return False
+        if 0 < size < unit:
+            return True
         other_sizes = sizes_of(name)
         if size in other_sizes:
             return False
         if size % unit:
-            return size < unit or any(other % unit == 0 for other in other_sizes)
+            return any(other % unit == 0 for other in other_sizes)
         return size * unit in other_sizes
 
     new_units = []

@@ -177,3 +177,11 @@ def test_equal_plans_share_a_trace_and_different_meshes_do_not():
     ):
         run(plan_copy, 1.0)
     assert traces == [sharding_plan, *others]
+
+
+def test_a_planned_size_below_its_unit_counts_units_again():
+    axes = AxisRules([("heads", "tensor")], units={"heads": 128})
+    mesh = MeshSpec({"tensor": 4})
+    made = plan({"scale": jnp.ones(8)}, mesh, names={"scale": ("heads",)}, axes=axes)
+    assert made["scale"].spec == P("tensor")
+    assert made.sharding(("heads",), (8,)).spec == P("tensor")
