@@ -111,6 +111,11 @@ def refined(content: Content, min_bytes: int) -> Content:
     if not parts_by_axis:
         return content
     mesh_axes = axes_of(mesh, min_bytes)
+    axes = content.axes
+    if axes is not None:
+        axes = _renamed_rules(axes, parts_by_axis)
+    # Names are resolved by the new rules, so that reasons name the sub-axes.
+    content = content.replaced(axes=axes)
     rows: list[Row] = []
     for row, sub_axes in zip(content.rows, useful_sub_axes, strict=True):
         steps = [_renamed_strategy(step, parts_by_axis) for step in row.strategies]
@@ -127,10 +132,7 @@ def refined(content: Content, min_bytes: int) -> Content:
             )
         rows.append(new_row)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
-    axes = content.axes
-    if axes is not None:
-        axes = _renamed_rules(axes, parts_by_axis)
-    return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
+    return content.replaced(mesh=mesh, jax_mesh=jax_mesh, rows=rows)
 
 
 def _renamed_strategy(

@@ -107,6 +107,17 @@ def test_a_small_array_of_a_strategy_uses_axes_before_it():
     assert refined["bias"].spec == P("tensor_0")
 
 
+def test_reasons_name_the_sub_axes():
+    axes = AxisRules([("mlp", "tensor"), ("heads", "tensor")])
+    names = {"w": ("heads", "mlp")}
+    mesh = MeshSpec({"tensor": 4})
+    refined = plan({"w": jnp.ones((8, 6))}, mesh, names=names, axes=axes, refine=True)
+    assert refined["w"].spec == P(None, "tensor_0")
+    blocked = refined["w"].reasons[0]
+    assert blocked.axes == ("tensor_0", "tensor_1")
+    assert "`tensor_0` is used by `mlp`" in blocked.message
+
+
 def test_a_strategy_splits_no_axis_for_a_small_array():
     rules = PathRules([("bias", fsdp("tensor", min_bytes=100))])
     mesh = MeshSpec({"tensor": 4})
