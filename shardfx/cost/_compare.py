@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence, Set
 
 from .._ground import opcodes
+from .._ground.errors import LeafTypeError, check_type
 from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
@@ -122,7 +123,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
     **Raises:**
 
-    The errors of [`shardfx.cost.traffic`][] for a program that it cannot read.
+    `LeafTypeError` for an estimate that is none; the errors of
+    [`shardfx.cost.traffic`][] for a program that it cannot read.
 
     !!! Example
 
@@ -141,6 +143,13 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         assert row.why == "it is sent by all-reduce, not by reduce-scatter"
         ```
     """
+    check_type(
+        what="estimated",
+        value=estimated,
+        expected=Traffic,
+        error=LeafTypeError,
+        fix="give what `cost.estimate(step, *args)` returns",
+    )
     compiled_traffic = compiled
     if not isinstance(compiled_traffic, Traffic):
         compiled_traffic = traffic(compiled)

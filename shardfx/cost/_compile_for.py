@@ -352,12 +352,15 @@ def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mes
     """
     if isinstance(target, Mesh):
         return target, target.devices.flat[0].device_kind
-    if not isinstance(target, Iterable):
+    devices: list[Any] = []
+    if isinstance(target, str):
+        devices += jax.devices("cpu")[: spec.size]
+    elif isinstance(target, Iterable):
+        devices += target
+    platforms = [getattr(device, "platform", None) for device in devices]
+    if not isinstance(target, Iterable) or None in platforms:
         raise MeshError(
             f"`target={target!r:.80}` is neither a slice, a mesh nor devices; write"
             ' `target="tpu:v5e:2x4"`, `target="cpu"`, or `target=jax.devices()`.'
         )
-    devices: list[Any] = list(target)
-    if isinstance(target, str):
-        devices = jax.devices("cpu")[: spec.size]
     return spec.build(devices), devices[0].device_kind

@@ -303,6 +303,11 @@ def fit(
             f" {type(step).__name__}; pass `fit(step, *args, chip=...)`, as the step is"
             " called."
         )
+    if compiled is not None and not isinstance(compiled, _Measured):
+        raise LeafTypeError(
+            f"`compiled` must be a compiled step, not {type(compiled).__name__}; pass"
+            " `compiled=compile_for(step, *args, target=...)`."
+        )
     traced = step_of(step, args, mesh)
     notes: tuple[str, ...] = ()
     if traced.is_without_mesh:

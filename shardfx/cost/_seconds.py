@@ -180,7 +180,7 @@ def seconds(
     axes: Mapping[str, tuple[Ring, ...]] = {}
     torus = None
     if mesh is not None and chip.torus_dims:
-        spec = MeshSpec.of(mesh)
+        spec = MeshSpec.of(mesh).require_sizes()
         sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
         inside = {name: size // dcn for name, size, dcn in sizes}
         extents = extents_of(chip, math.prod(inside.values()))
@@ -196,20 +196,23 @@ def seconds(
 
 
 def _extents(
-    slice_text: str,
+    slice_text: object,
     usual: tuple[int, ...],
     chip: chips.Chip,
 ) -> tuple[int, ...]:
-    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if
-    their number or their product is not that of the default extents `usual`.
+    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` for
+    what is no text, and if their number or their product is not that of the default
+    extents `usual`.
     """
-    parts = slice_text.lower().split("x")
+    parts = ["?"]
+    if isinstance(slice_text, str):
+        parts = slice_text.lower().split("x")
     extents = tuple(int(part) for part in parts if part.isdecimal())
     are_numbers = len(extents) == len(parts)
     has_rank = len(extents) == len(usual)
     if not are_numbers or not has_rank or math.prod(extents) != math.prod(usual):
         raise MeshError(
-            f"`slice={slice_text!r}` must have {len(usual)} extents that hold"
+            f"`slice={slice_text!r:.40}` must have {len(usual)} extents that hold"
             f" {math.prod(usual)} chips of {chip.name}, as in"
             f" {'x'.join(map(str, usual))!r}."
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .._ground.errors import UnknownPathError
+from .._ground.errors import LeafTypeError, UnknownPathError, check_type
 from .._ground.misuse import called
 from .._ground.spec import bits, entries_of, entry_axes
 from .._ground.text import (
@@ -77,7 +77,7 @@ class StepShardings:
         if line not in lines:
             raise UnknownPathError(
                 "no array of the step is made at"
-                f" {line!r:.80}{near(line, [*filter(None, lines)])}."
+                f" {line!r:.80}{near(str(line), [*filter(None, lines)])}."
             )
         return dataclasses.replace(self, rows=tuple(lines[line]))
 
@@ -96,7 +96,7 @@ class StepShardings:
         if path not in names:
             raise UnknownPathError(
                 "no array of the step has an axis from"
-                f" {path!r:.80}{near(path, sorted(names))}."
+                f" {path!r:.80}{near(str(path), sorted(names))}."
             )
         rows = [row for row in self.rows if path in _names_of_origins(row)]
         return dataclasses.replace(self, rows=tuple(rows))
@@ -152,6 +152,13 @@ class StepShardings:
           [`shardfx.cost.traffic`][]. The reason for a row is found by its source line
           and mesh axes.
         """
+        check_type(
+            what="traffic",
+            value=traffic,
+            expected=Traffic,
+            error=LeafTypeError,
+            fix="give what `cost.estimate(step, *args)` returns",
+        )
         rows = tuple(map(self._explainer.annotated, traffic.rows))
         return dataclasses.replace(traffic, rows=rows)
 

@@ -4,8 +4,9 @@ axes and source line.
 
 import dataclasses
 from collections import Counter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from .._ground.errors import UnknownPathError
 from .._ground.text import (
     bytes_text,
     first_lines,
@@ -15,6 +16,7 @@ from .._ground.text import (
     table,
     together,
 )
+from .._rules import near
 from .._step import Frame, Phase, place_text
 
 
@@ -128,7 +130,16 @@ class Traffic:
         **Arguments:**
 
         - `key`: the name of the field: "axes", "kind", "source", "leaf" or "dtype".
+
+        **Raises:**
+
+        `UnknownPathError` for another name.
         """
+        if key not in get_args(Key):
+            raise UnknownPathError(
+                f"traffic has no field {key!r:.40} to sum by{near(str(key), get_args(Key))};"
+                f' the fields are {", ".join(get_args(Key))}: write `by("axes")`.'
+            )
         sums: Counter[object] = Counter()
         for row in self.rows:
             if key == "leaf":
@@ -143,6 +154,8 @@ class Traffic:
         """The difference of two steps: for each kind, axes, source line and leaf, the
         bytes in `self` and in `other`.
         """
+        if not isinstance(other, Traffic):
+            return NotImplemented
         sums: dict[_Kind, list[int]] = {}
         for side, side_traffic in enumerate((self, other)):
             for row in side_traffic.rows:

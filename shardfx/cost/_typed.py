@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._arrays import is_about_types, shardings_of
-from .._ground.errors import MeshError
+from .._ground.errors import LeafTypeError, MeshError
 from .._ground.spec import entries_of, trimmed
 from .._ground.text import first_lines, html_text, plural, table
 from .._step import (
@@ -131,7 +131,8 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
 
     **Raises:**
 
-    `MeshError` if no argument has a sharding; the errors of tracing the step.
+    `LeafTypeError` for a step that is no function; `MeshError` if no argument has a
+    sharding; the errors of tracing the step.
 
     !!! Example
 
@@ -151,6 +152,11 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
         print(sfx.cost.typed(loss, plan.structs, x))
         ```
     """
+    if not callable(step):
+        raise LeafTypeError(
+            f"`step` must be a function, not {type(step).__name__}; pass"
+            " `typed(step, *args)`."
+        )
     leaves = array_leaves(args)
     mesh, specs = _mesh_and_specs(leaves)
     with without_mesh():

@@ -10,7 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import jax
 from jaxtyping import PyTree
 
-from ..._ground.errors import PlanFormatError, PlanMismatchError
+from ..._ground.errors import (
+    LeafTypeError,
+    PlanFormatError,
+    PlanMismatchError,
+    check_type,
+)
 from ..._ground.text import (
     array_text,
     bytes_text,
@@ -185,6 +190,13 @@ class Policy:
 
         - `other`: another policy, such as one for a larger budget.
         """
+        check_type(
+            what="other",
+            value=other,
+            expected=Policy,
+            error=LeafTypeError,
+            fix="give what `cost.policy(loss, *args)` returns",
+        )
         before = {row.key: row for row in self.rows}
         after = {row.key: row for row in other.rows}
         changes = (
@@ -210,6 +222,8 @@ class Policy:
         """
         try:
             fields = json.loads(text)
+            if not isinstance(fields, dict):
+                raise ValueError(f"it holds a {type(fields).__name__}, not an object")
             version = fields.pop("version")
             if version != _VERSION:
                 raise ValueError(f"version {version!r}, not {_VERSION}")
