@@ -97,7 +97,7 @@ def eformer(
     arguments: dict[str, Field] = {**locals()}
     # One mesh axis may serve as both fsdp and dp.
     batch_axes = dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))
-    usual: dict[str, Axes] = {
+    usual_axes_by_field: dict[str, Axes] = {
         "batch_axis": tuple(batch_axes),
         "sequence_axis": sequence_parallel_axis,
         "query_sequence_axis": sequence_parallel_axis,
@@ -109,61 +109,66 @@ def eformer(
         "vocab_axis": tensor_parallel_axis,
         "expert_axis": expert_parallel_axis,
     }
-    rules = dict[str, Axes]()
-    generation = dict[str, Axes]()
+    # By token, the mesh axes without a mode, and those in the generation modes.
+    axes_by_token = dict[str, Axes]()
+    decode_axes_by_token = dict[str, Axes]()
+    # `field` is the name of an argument of this function.
     for field, token in tokens.TOKENS.items():
         given_axes = arguments[field]
         if isinstance(given_axes, _Unset):
-            given_axes = usual.get(field)
-        rules[token] = given_axes
+            given_axes = usual_axes_by_field.get(field)
+        axes_by_token[token] = given_axes
         if f"decode_{field}" in arguments:
-            in_decode = arguments[f"decode_{field}"]
-            if isinstance(in_decode, _Unset):
-                generation[token] = rules[token]
-            else:
-                generation[token] = in_decode
-    decode = _generation_rules(rules, generation)
+            decode_axes = arguments[f"decode_{field}"]
+            if isinstance(decode_axes, _Unset):
+                decode_axes = given_axes
+            decode_axes_by_token[token] = decode_axes
+    decode = _generation_rules(axes_by_token, decode_axes_by_token)
     modes = {
         tokens.MODE_TRAIN: (),
         tokens.MODE_PREFILL: (),
         tokens.MODE_DECODE: decode,
         tokens.MODE_INSERT: decode,
     }
-    axis_rules = AxisRules(rules, modes=modes)
+    axis_rules = AxisRules(axes_by_token, modes=modes)
     # A mesh may lack some of the five axes. eformer ignores these, so they are declared
     # here.
     return axis_rules.extend(mesh_axes=[axis for _, axis in axes_in(axis_rules)])
 
 
 def _generation_rules(
-    rules: dict[str, Axes],
-    generation: dict[str, Axes],
+    axes_by_token: dict[str, Axes],
+    decode_axes_by_token: dict[str, Axes],
 ) -> list[tuple[str, Axes]]:
     """Returns the rules that a generation mode, such as "decode", needs before the
     rules without a mode.
 
-    A token is a logical name. `rules` has the mesh axes of each token without a mode,
-    `generation` the mesh axes of some tokens in the mode.
+    A token is a logical name. `axes_by_token` has the mesh axes of each token without a
+    mode, `decode_axes_by_token` those of some tokens in the mode.
     """
     changed: dict[str, Axes] = {}
     # The position of the last token that is sharded otherwise in the mode.
-    last = 0
-    for position, token in enumerate(rules):
-        if token in generation and generation[token] != rules[token]:
-            changed[token] = generation[token]
-            if generation[token] is not None:
-                last = position
-    entries: list[tuple[str, Axes]] = []
-    for position, token in enumerate(rules):
+    last_changed = 0
+    for position, (token, axes) in enumerate(axes_by_token.items()):
+        decode_axes = decode_axes_by_token.get(token, axes)
+        if decode_axes != axes:
+            changed[token] = decode_axes
+            if decode_axes is not None:
+                last_changed = position
+
+    rules: list[tuple[str, Axes]] = []
+    for position, (token, axes) in enumerate(axes_by_token.items()):
         if token in changed:
+            rules.append((token, changed[token]))
             # `None` ends the search: the base rule of the token is no fallback in this
             # mode.
-            entries += dict.fromkeys([(token, changed[token]), (token, None)])
-        elif position < last:
+            if changed[token] is not None:
+                rules.append((token, None))
+        elif position < last_changed:
             # The rules of a mode come before the base rules, so tokens with priority
             # over a changed one are repeated.
-            entries.append((token, rules[token]))
-    return entries
+            rules.append((token, axes))
+    return rules
 
 
 _SHARDED = (

@@ -64,7 +64,8 @@ _AXES_OF_SHARDED_VECTORS = ("heads", "kv_heads", "vision_heads", "vision_hidden"
 
 def rows_for_rules(family: str, form: Form) -> Rows:
     """Returns the rows of all arrays that models of a family may have, and of arrays
-    that only checkpoints have.
+    that only checkpoints have. A row is a path and its entry, such as
+    `model.layers.{layers}.self_attn.q_proj.weight` and "query: (heads dim) embed".
 
     `form` has the options that decide about biases, such as `qkv_bias`. Norms and other
     arrays that depend on an option are always included.
@@ -77,6 +78,7 @@ def rows_for_rules(family: str, form: Form) -> Rows:
         "dense_layers": 1,
         "score_bias": True,
     }
+    # The queries of DeepSeek are either whole or compressed, under other names.
     rows = rows_of(family, {**all_options, "q_lora": 0})
     rows |= rows_of(family, {**all_options, "q_lora": 1})
     rows |= vision_rows_of(family) | further_rows_of(family)
@@ -119,7 +121,8 @@ def rules_of(
     )
     paths_by_target: dict[Target, list[str]] = {}
     for path, entry in rows.items():
-        # The kinds of weights in one array are sharded alike.
+        # The kinds of weights in one array, such as query, key and value, are sharded
+        # alike.
         weight, *_ = weights_of(path, entry)
         axes_of_weight = mesh_axes
         if weight.kind.startswith("expert_"):
@@ -148,7 +151,8 @@ def _target(
     inner axes, such as `dim` in the dimension `(heads dim)`, of which `heads` is the
     outer one. `fsdp` is for latent axes, and for the strategy of small arrays.
     """
-    outer_axes = [group[0] for group in weight.dims]
+    # `dims` has the axes of each dimension, such as `("heads", "dim")`.
+    outer_axes = [axes_of_dim[0] for axes_of_dim in weight.dims]
     # Latent axes are sharded over `fsdp` only if no dimension is `embed`.
     latent_axes = None if "embed" in outer_axes else fsdp
     mesh_axes = {**mesh_axes, **dict.fromkeys(_LATENT, latent_axes)}
@@ -180,15 +184,18 @@ def _suffix(path: str, others: Sequence[str]) -> str:
     For `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The "." also
     matches the "/" in the paths of a nested tree.
     """
-    for count in range(2, path.count(".") + 2):
-        # First all numbers are alike, then only the braces are any number.
-        for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
-            regex = re.sub(number, r"\\d+", path)
-            suffix = ".".join(regex.split(".")[-count:])
-            other_regexes = [re.sub(number, r"\\d+", other) for other in others]
+    braces = r"\{[^}]*\}"
+    braces_or_number = rf"{braces}|\d+"
+    for segment_count in range(2, path.count(".") + 2):
+        # First every number in the paths stands for any number. If the suffix is then
+        # one of another path too, only braces do.
+        for any_number in (braces_or_number, braces):
+            regex = re.sub(any_number, r"\\d+", path)
+            suffix = ".".join(regex.split(".")[-segment_count:])
+            other_regexes = [re.sub(any_number, r"\\d+", other) for other in others]
             if not any(other.endswith(suffix) for other in other_regexes):
                 return suffix
-    return re.sub(r"\{[^}]*\}", r"\\d+", path)
+    return re.sub(braces, r"\\d+", path)
 
 
 def _regex(suffixes: Sequence[str]) -> str:

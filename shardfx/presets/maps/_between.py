@@ -31,20 +31,22 @@ def between(
 ) -> dict[str, From]:
     """Returns the rules of a map, by the paths of the target.
 
-    `source_weights` are the arrays of the source, and `target` has the paths and entries of the
-    target. `drop` has the kinds of weights that only the source has. Raises `MapError`
-    if any other kind is in one of the layouts only.
+    `source_weights` are the arrays of the source, and `target` has the paths and
+    entries of the target. `sizes` has the sizes of the axes of both layouts. `drop` has
+    the kinds of weights that only the source has. Raises `MapError` if any other kind
+    is in one of the layouts only.
     """
+    # The kind of a weight is its use, such as "query".
     weights_by_kind = together(source_weights, lambda weight: weight.kind)
-    rows = {path: weights_of(path, entry) for path, entry in target}
+    target_weights_by_path = {path: weights_of(path, entry) for path, entry in target}
     target_kinds: list[str] = []
-    for weights in rows.values():
+    for weights in target_weights_by_path.values():
         target_kinds += [weight.kind for weight in weights]
     _check_kinds(weights_by_kind, target_kinds, drop)
     rules = {}
     for path, entry in target:
         parts = []
-        for weight in rows[path]:
+        for weight in target_weights_by_path[path]:
             _check_splits(weight, sizes)
             sources = weights_by_kind.get(weight.kind)
             if not sources:
@@ -122,7 +124,8 @@ def _check_splits(want: Weight, sizes: Sizes) -> None:
 
 def _expression(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
     """Returns the expression for the array `want` of the target. `sources` are the
-    source's arrays that hold the same kind of weight.
+    source's arrays that hold the same kind of weight. An array may hold only a `range`
+    of the entries of an axis, such as `layers[:3]`.
     """
     if len(sources) == 1 and sources[0].range is None:
         return converted(sources[0], want, sizes)
@@ -139,15 +142,15 @@ def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> Fro
     one axis: they are joined to the whole axis, of which `want` may be a range again.
     """
     axis = _range_axis(sources, want)
-    # The array with the whole axis as a dimension of its own.
+    # An array as `want`, but with the whole axis as a dimension of its own.
     whole = want._replace(range=None)
     has_axis_in_path = axis in want.in_path
     if has_axis_in_path:
         in_path = tuple(name for name in want.in_path if name != axis)
         whole = whole._replace(dims=((axis,), *want.dims), in_path=in_path)
-    span = want.range
+    wanted = want.range
     # Whether `want` has only one entry of the axis, such as `layers[3]`.
-    is_entry = span is not None and span.axis == axis and not span.step
+    is_entry = wanted is not None and wanted.axis == axis and not wanted.step
     if is_entry:
         whole = whole._replace(dims=((axis,), *want.dims))
     if (axis,) not in whole.dims:
@@ -162,6 +165,7 @@ def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> Fro
         span = source.range
         if span is None:
             continue
+        # An array of one entry (step 0) has no dimension for the axis.
         dims = tuple(group for group in whole.dims if span.step or group != (axis,))
         expression = converted(
             source._replace(range=None), whole._replace(dims=dims), sizes
@@ -170,11 +174,11 @@ def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> Fro
     joined = _concatenated(parts, dim, want)
     if has_axis_in_path:
         joined = joined.at(axis)
-    if want.range is None:
+    if wanted is None:
         return joined
     if not is_entry:
-        dim = want.dims.index((want.range.axis,))
-    return sliced(joined, want.range, dim)
+        dim = want.dims.index((wanted.axis,))
+    return sliced(joined, wanted, dim)
 
 
 def _range_axis(sources: Sequence[Weight], want: Weight) -> str:

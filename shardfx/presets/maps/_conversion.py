@@ -128,6 +128,7 @@ def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
     """Returns how the axes of the array `source` correspond to those of the array
     `want` of the target. Raises `MapError` if they do not.
     """
+    # The range of `want` if it has one entry of an axis, such as `layers[3]` (step 0).
     entry = None
     if want.range is not None and not want.range.step:
         entry = want.range
@@ -138,6 +139,7 @@ def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
     for dim in want.dims:
         group = tuple(axis for axis in dim if axis not in repeated)
         groups.append(group)
+        # A dimension that both arrays have, with equal sizes, need not be split.
         if group in source.dims and not any(map(sizes.resized, group)):
             whole.append(group)
     return _Conversion(
@@ -173,18 +175,23 @@ class _Draft:
 
 
 def _split_dims(draft: _Draft, conversion: _Conversion) -> None:
-    """Splits each dimension of the source into its axes, except whole groups."""
+    """Splits each dimension of the source into its axes, except whole groups. `draft`
+    has the expression so far, and the axes of each of its dimensions.
+    """
     for group in conversion.source.dims:
         if len(group) > 1 and group not in conversion.whole:
             why = f"`{draft.expression}`"
-            inner = [draft.sizes.in_source(axis, why) for axis in group[1:]]
-            draft.expression = draft.expression.split(len(draft.dims), -1, *inner)
+            inner_sizes = [draft.sizes.in_source(axis, why) for axis in group[1:]]
+            dim = len(draft.dims)
+            draft.expression = draft.expression.split(dim, -1, *inner_sizes)
         draft.dims += conversion.parts_of(group)
 
 
 def _take_entries(draft: _Draft, conversion: _Conversion) -> None:
     """Takes one entry of each axis that is no dimension of the target."""
     source_axes = conversion.source.axes
+    # The index to take along each axis: a number, or the name of a number in the
+    # target's path.
     indices: dict[str, int | str] = {}
     for axis in source_axes:
         if axis in conversion.want.in_path:
@@ -207,6 +214,7 @@ def _order_dims(draft: _Draft, conversion: _Conversion) -> None:
     """Puts the dimensions into the order of the target. The arrays of all numbers of an
     axis in the source's path become one array, with the axis as a dimension.
     """
+    # `order` has the dimensions of the target before axes are joined.
     present = [group for group in conversion.order if group in draft.dims]
     source_dims = [draft.dims.index(group) for group in present]
     if source_dims != sorted(source_dims):
@@ -216,6 +224,7 @@ def _order_dims(draft: _Draft, conversion: _Conversion) -> None:
             draft.expression = draft.expression.transpose(*source_dims)
     counts = array_counts(conversion.source, conversion.want, draft.sizes)
     for dim, group in enumerate(conversion.order):
+        # The axis is in the source's path, so that it is no dimension yet.
         if group not in draft.dims:
             draft.dims.append(group)
             (axis,) = group
@@ -290,12 +299,13 @@ def _repeated(
     only the array `want` has.
     """
     rank = len(want.dims)
-    # Whether the source has a number, from which all entries are made.
+    # Whether the source has one number, of which all entries are copies.
     is_number = all(axis in repeated for axis in want.axes)
     if is_number and want.dims:
         expression = expression.reshape(*[1] * rank)
     why = f"`{want.path}`"
     for dim, group in enumerate(want.dims):
+        # A dimension that the source lacks altogether begins with size 1.
         is_new = not is_number and all(axis in repeated for axis in group)
         if is_new and dim < rank - 1:
             expression = expression.split(dim, 1, -1)

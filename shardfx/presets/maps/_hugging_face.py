@@ -74,6 +74,7 @@ def hugging_face(
     if prefix is None:
         prefix = prefix_of(str(kind))
     rows = rows_of(str(kind), _form(text), prefix)
+    # Paths that a checkpoint may have besides, and that no map uses.
     rest = _rest(text, prefix)
     if text.get("quantization_config"):
         rows = _with_scales(rows, text["quantization_config"])
@@ -111,9 +112,11 @@ def sizes_of(config: Config) -> dict[str, int]:
     from the config.
     """
     sizes: dict[str, Any] = {}
+    # `names` are those of the number in the configs of different families.
     for axis, names in _SIZES.items():
         numbers = [config[name] for name in names if config.get(name) is not None]
         sizes[axis] = next(iter(numbers), None)
+    # Whether queries and keys are those of latent attention, as in DeepSeek.
     is_latent = sizes["latent"] is not None
     if sizes["dim"] is None and sizes["embed"] and sizes["heads"] and not is_latent:
         sizes["dim"] = sizes["embed"] // sizes["heads"]
@@ -171,8 +174,9 @@ def _form(config: Config) -> Form:
     kind = config["model_type"]
     has_bias = bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
-    usual_scores = "greedy" if kind == "deepseek_v2" else "noaux_tc"
-    scores = config.get("topk_method", usual_scores)
+    # How experts are chosen; "noaux_tc" adds a bias to their scores.
+    usual_method = "greedy" if kind == "deepseek_v2" else "noaux_tc"
+    topk_method = config.get("topk_method", usual_method)
     has_norms = kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
     return {
         "tied": bool(config.get("tie_word_embeddings", is_gemma)),
@@ -183,7 +187,7 @@ def _form(config: Config) -> Form:
         "four_norms": is_gemma and kind != "gemma",
         "q_lora": config.get("q_lora_rank") or 0,
         "dense_layers": config.get("first_k_dense_replace", 0),
-        "score_bias": scores == "noaux_tc",
+        "score_bias": topk_method == "noaux_tc",
     }
 
 

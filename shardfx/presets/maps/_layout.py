@@ -78,6 +78,9 @@ class TreeLayout:
         apart: Mapping[str, str] | None = None,
         known: Mapping[str, int] | None = None,
     ):
+        """Sets the fields, whose meaning the class documents, from mappings and
+        iterables.
+        """
         fields = {
             "weights": dict(weights).items(),
             "sizes": dict(sizes or {}).items(),
@@ -222,20 +225,25 @@ class TreeLayout:
 
 
 def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
-    """The shapes of the arrays of a layout, as far as its sizes say them."""
+    """The path, shape and axes of each array of a layout, as far as its sizes say the
+    shape; a dimension of unknown size has `None`.
+    """
     sizes = {**dict(layout.known), **dict(layout.sizes)}
-    pairs = []
+    arrays = []
     for path, entry in layout.weights:
         if isinstance(entry, Scaled):
             # Blocks of numbers and their scales have sizes of their own.
             continue
+        # The weights that are concatenated in the array, such as query, key and value.
         weights = weights_of(path, entry)
-        dims = [_dim_sizes(weight, sizes) for weight in weights]
-        shape = dims[0]
+        shapes = [_dim_sizes(weight, sizes) for weight in weights]
+        shape = [*shapes[0]]
         if isinstance(entry, Fused):
-            shape = [*shape]
-            shape[entry.dim] = _sum_of_known(dim_sizes[entry.dim] for dim_sizes in dims)
+            shape[entry.dim] = _sum_of_known(
+                shape_of_part[entry.dim] for shape_of_part in shapes
+            )
         first = weights[0]
+        # How many arrays there are along each axis in the path.
         counts = []
         if first.range is None:
             counts = [(name, sizes[name]) for name in first.in_path if name in sizes]
@@ -248,8 +256,8 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
             axes=tuple(axes),
             counts=tuple(counts),
         )
-        pairs.append(named)
-    return pairs
+        arrays.append(named)
+    return arrays
 
 
 def _sum_of_known(sizes: Iterable[int | None]) -> int | None:

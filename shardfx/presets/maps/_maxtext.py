@@ -106,6 +106,7 @@ def maxtext(
     sizes = dict(theirs.sizes)
     moe = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0")
     rows = dict[str, Entry]()
+    # MaxText's name of each kind of weight, such as "self_attention/query/kernel".
     names = {}
     for kind, weight in SCANNED.items():
         if weight.maxtext != "-":
@@ -124,10 +125,13 @@ def maxtext(
         axes = re.sub("[()]", "", SCANNED[kind].axes)
         if interleaved_rope and kind in ("query", "key"):
             axes = axes.replace("dim", "(half two)")
-        first, *others = axes.split(" ", 1)
-        block, _, rest = name.partition("/")
-        path = f"decoder/{layers}/{block}{suffix}/{rest}" if layers else name
-        text = f"{kind}: {' '.join([first, axis, *others])}"
+        # The axis of the layers is the second one.
+        first_axis, *other_axes = axes.split(" ", 1)
+        text = f"{kind}: {' '.join([first_axis, axis, *other_axes])}"
+        path = name
+        if layers:
+            block, _, name_in_block = name.partition("/")
+            path = f"decoder/{layers}/{block}{suffix}/{name_in_block}"
         entry = _as_stored(str(family), kind, text, sizes)
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     if not interleaved_rope:

@@ -110,12 +110,14 @@ def _path_of(path: str, span: Range) -> str:
 
     def shifted(braces: re.Match[str]) -> str:
         """The braces with `start + step * axis` in the place of the axis."""
+        # A constant, and pairs of a factor and the name of an axis.
         number = sum_of(braces[1])
         factor = sum(count for count, name in number.terms if name == span.axis)
         if not factor or (span.start, span.step) == (0, 1):
             return braces[0]
         terms = []
         for count, name in number.terms:
+            # For one entry the step is 0: the axis is no longer in the path.
             if name == span.axis:
                 count *= span.step
             if count == 1:
@@ -136,7 +138,9 @@ def _part_of_fused(whole: From, source: Weight, entry: Fused, sizes: Sizes) -> F
     """Returns the expression that extracts one kind of weight from an array of several,
     such as "key" from query, key and value in one.
 
-    `whole` is the expression for the whole array. `source` is the kind to extract.
+    `whole` is the expression for the whole array. `source` is the kind to extract, and
+    `source.number` its place among the kinds. Along `entry.dim` the array has a part of
+    each kind, and this `entry.shards` times.
     """
     dim = entry.dim
     shards = entry.shards

@@ -205,6 +205,7 @@ def _fused(
     occurs, and `kinds` are all kinds of weights in the checkpoint.
     """
     weight, *others = weights_of(path, entry)
+    # The kind and its axes, such as "query: (heads dim) embed".
     text = ""
     if isinstance(entry, str):
         text = entry

@@ -190,6 +190,7 @@ def tree(
     """
     row = row_of(name)
     _check_changes(name, row, changes)
+    # The numbers of the model, and the options that decide which arrays it has.
     form = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
     rows = {**rows_of(row.family, form), **vision_rows_of(row.family)}
     if stack_experts:
@@ -250,7 +251,7 @@ def _sizes_of_widths(numbers: Mapping[str, int]) -> dict[str, int]:
     linear_dim = numbers["linear_head_dim"]
     key_heads = numbers["linear_key_heads"]
     value_heads = numbers["linear_value_heads"]
-    ratio = value_heads // (key_heads or 1)
+    values_of_key = value_heads // (key_heads or 1)
     layer_inputs = layers * numbers["layer_input"]
     return {
         "one": 1,
@@ -274,8 +275,8 @@ def _sizes_of_widths(numbers: Mapping[str, int]) -> dict[str, int]:
         "both_hidden": 2 * numbers["expert_hidden"],
         "shared_hidden": (numbers["shared_experts"] or 1) * numbers["expert_hidden"],
         # Linear attention.
-        "qkvz": 2 * linear_dim * (1 + ratio),
-        "ba": 2 * ratio,
+        "qkvz": 2 * linear_dim * (1 + values_of_key),
+        "ba": 2 * values_of_key,
         "conv_rows": linear_dim * (2 * key_heads + value_heads),
         # Residual streams, and the inputs of all layers together.
         "stream_pairs": numbers["streams"] ** 2,
@@ -337,11 +338,13 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
         concatenated_dim = entry.dim if isinstance(entry, Fused) else 0
         shape = _shape(weights_of(path, entry), concatenated_dim, sizes)
         leaf_dtype = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
-        name = pattern(path)
-        indices = [_indices(sizes[axis]) for axis in name.names]
-        for numbers in it.product(*indices):
-            filled = name.filled(dict(zip(name.names, numbers, strict=True)))
-            *above, last = str(filled).split(".")
+        # The path has the names of axes in braces, such as `{layers}`.
+        path_pattern = pattern(path)
+        axes = path_pattern.names
+        indices_of_axes = [_indices(sizes[axis]) for axis in axes]
+        for numbers in it.product(*indices_of_axes):
+            filled_path = path_pattern.filled(dict(zip(axes, numbers, strict=True)))
+            *above, last = str(filled_path).split(".")
             node = tree
             for key in above:
                 node = node.setdefault(key, {})
@@ -363,8 +366,8 @@ def _shape(weights: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]
     shapes = []
     for weight in weights:
         shape = []
-        for group in weight.dims:
-            shape.append(math.prod(_size(axis, weight, sizes) for axis in group))
+        for axes_of_dim in weight.dims:
+            shape.append(math.prod(_size(axis, weight, sizes) for axis in axes_of_dim))
         shapes.append(shape)
     joined = [*shapes[0]]
     # An array of rank 0 is alone.
