@@ -387,9 +387,11 @@ def _size(axis: str, weight: Weight, sizes: Sizes) -> int:
     )
     if is_expert:
         size = sizes["expert_hidden"]
-    else:
+    elif axis == "kv_heads":
         # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
-        size = sizes.get(axis, sizes.get("heads"))
+        size = sizes.get("kv_heads", sizes["heads"])
+    else:
+        size = sizes[axis]
     assert isinstance(size, int)
     return size
 
