@@ -85,7 +85,7 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(project, capsys):
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is not None,
-    reason="the compiler for TPUs is there",
+    reason="libtpu is installed",
 )
 def test_without_the_tpu_compiler_one_line_says_what_to_install(project, capsys):
     for words in (

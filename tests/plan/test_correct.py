@@ -73,7 +73,8 @@ def test_correct(spec, shape, keywords, expected, why):
 
 
 @pytest.mark.skipif(
-    "unreduced_kind" not in dir(P), reason="JAX 0.11 and later can leave out a maximum"
+    "unreduced_kind" not in dir(P),
+    reason="before JAX 0.11 a spec cannot leave a maximum unreduced",
 )
 def test_an_unreduced_maximum_stays_a_maximum():
     sharding: Any = jax.sharding

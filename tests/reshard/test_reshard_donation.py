@@ -170,7 +170,8 @@ DONATED_COLUMNS = """
 
 
 @pytest.mark.skipif(
-    not os.path.exists("/proc/self/clear_refs"), reason="Linux tells peak memory"
+    not os.path.exists("/proc/self/clear_refs"),
+    reason="only Linux says the peak memory of a process",
 )
 def test_donated_columns_become_rows_in_a_third_of_their_bytes():
     result = subprocess.run(

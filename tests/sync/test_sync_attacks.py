@@ -13,6 +13,8 @@ import threading
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf import hkdf
 from maps import same
 from sync_jobs import SECRET, bits, job, receiver_of
 from wire import Line, frames, handshake, messages
@@ -465,10 +467,9 @@ def test_keys_change_before_a_counter_ends(monkeypatch):
 
 
 def test_keys_are_those_of_rfc_5869():
-    kdf = pytest.importorskip("cryptography.hazmat.primitives.kdf.hkdf")
-    hashes = pytest.importorskip("cryptography.hazmat.primitives.hashes")
     info = f"shardfx sync {handshake.VERSION}: a label".encode()
-    expected = kdf.HKDF(hashes.SHA256(), 32, salt=b"salt", info=info).derive(b"key")
+    derivation = hkdf.HKDF(hashes.SHA256(), 32, salt=b"salt", info=info)
+    expected = derivation.derive(b"key")
     root = handshake.extracted(b"salt", b"key")
     assert handshake.expanded(root, "a label") == expected
     assert handshake.expanded(root, "a label", 16) == expected[:16]
