@@ -171,20 +171,30 @@ def _answered(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     by_key = {(one.title, one.constrained): one for one in looked}
     choice = by_key[answer.title, answer.constrained]
     best = next(one for one in looked if one.title in hands)
-    values = {
-        "choice over best by hand": choice.seconds / best.seconds,
-        "choice": choice.title,
-        "best by hand": best.title,
-        "choice ms": choice.seconds * 1e3,
-        "best by hand ms": best.seconds * 1e3,
-        "compiled": len(looked),
-        "processor seconds of the search": seconds,
-    }
+    values = _compared(choice, best, len(looked), seconds)
     rows = []
     for one in looked:
         estimated = chosen[one.title, one.constrained]
         rows.append(_row(one, estimated, one.title in hands))
     return {"values": values, "rows": rows}
+
+
+def _compared(
+    choice: sfx.auto.Candidate,
+    best: sfx.auto.Candidate,
+    compiled_count: int,
+    search_seconds: float,
+) -> dict[str, Any]:
+    """The values of a row: the search's choice beside the best candidate by hand."""
+    return {
+        "choice over best by hand": choice.seconds / best.seconds,
+        "choice": choice.title,
+        "best by hand": best.title,
+        "choice ms": choice.seconds * 1e3,
+        "best by hand ms": best.seconds * 1e3,
+        "compiled": compiled_count,
+        "processor seconds of the search": search_seconds,
+    }
 
 
 def _held_against(
@@ -213,16 +223,8 @@ def _held_against(
     first = next(
         candidate for candidate in looked if candidate.title == fitting[0].title
     )
-    values = {
-        "choice over best by hand": choice.seconds / best.seconds,
-        "unverified over best by hand": first.seconds / best.seconds,
-        "choice": choice.title,
-        "best by hand": best.title,
-        "choice ms": choice.seconds * 1e3,
-        "best by hand ms": best.seconds * 1e3,
-        "compiled": len(looked),
-        "processor seconds of the search": seconds,
-    }
+    values = _compared(choice, best, len(looked), seconds)
+    values["unverified over best by hand"] = first.seconds / best.seconds
     candidate_by_title = {candidate.title: candidate for candidate in candidates}
     return {
         "values": values,

@@ -10,6 +10,7 @@ from typing import Any
 
 from ._driver import Child, Configuration, Result
 from ._layers import LAYERS
+from ._records import read_records
 
 
 FAILURES = ("wrong", "error", "abort", "timeout")
@@ -118,8 +119,7 @@ def hunt(
 
 def add_records(tally: Tally, records: Path) -> None:
     """Counts the results in a file of records."""
-    for line in records.read_text().splitlines():
-        record = json.loads(line)
+    for record in read_records(records):
         tally.add(Result(record["case"], record["outcome"]))
         tally.seconds = round(tally.seconds + record["seconds"], 2)
         tally.last = max(tally.last, record["case"]["number"] + 1)
@@ -129,7 +129,7 @@ def judge_again(configuration: Configuration, records: Path, most: int = 24) -> 
     """Asks `verify` again about the cases in a file of records that it judged, at most
     `most` in one request. What their numbers said stays.
     """
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    lines = read_records(records)
     judged = [line for line in lines if "verdict" in line["outcome"]]
     with Child(configuration) as child:
         for start in range(0, len(judged), most):

@@ -13,6 +13,7 @@ from . import _report
 from ._data import Case, from_json
 from ._driver import Child, Configuration
 from ._hunt import Tally, add_records, hunt, judge_again
+from ._records import add_record, read_records
 
 
 SUMMARY = "what XLA's partitioner computes wrongly, found by random layouts"
@@ -167,7 +168,7 @@ def _in_forms(flags: argparse.Namespace, configuration: Configuration) -> int:
     from ._forms import Program, document, mistakes, programs, words_of
 
     lines: dict[Program, Mapping[str, Any]] = {}
-    for record in _records_in(flags.records):
+    for record in read_records(flags.records):
         lines[Program(*record["form"])] = record["line"]
     with Child(configuration) as child:
         for program in programs():
@@ -176,27 +177,13 @@ def _in_forms(flags: argparse.Namespace, configuration: Configuration) -> int:
             for result in child.results({"form": list(program)}):
                 lines[program] = result.outcome
                 record = {"form": list(program), "line": result.outcome}
-                _add_record(flags.records, record)
+                add_record(flags.records, record)
             _progress(f"{', '.join(program)}: {words_of(lines[program])}")
         versions = dict(child.versions)
     results = document(lines, versions)
     _write(results, flags.json)
     print(json.dumps(results["forms"], indent=1))
     return int(bool(mistakes(results)))
-
-
-def _records_in(path: Path | None) -> list[dict[str, Any]]:
-    """The records of a file; none if there is no file yet."""
-    if path is None or not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _add_record(path: Path | None, record: Mapping[str, Any]) -> None:
-    if path is None:
-        return
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
@@ -207,7 +194,7 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
     lines: list[dict[str, Any]] = []
     number: int = flags.first
     seeds: Counter[int] = Counter()
-    for record in _records_in(flags.records):
+    for record in read_records(flags.records):
         lines += record["mutated"]
         seeds[record["seed"]] += len(record["mutated"])
         if record["seed"] == flags.seed:
@@ -228,7 +215,7 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
             lines += mutated
             seeds[flags.seed] += len(mutated)
             record = {"seed": flags.seed, "number": number, "mutated": mutated}
-            _add_record(flags.records, record)
+            add_record(flags.records, record)
             number += 2
             _progress(f"{len(lines)} mutations")
         versions = dict(child.versions)

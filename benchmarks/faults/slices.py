@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from shardfx import testing
 
 from ._families import Subject, subjects
+from ._records import add_record, read_records
 
 
 _SLICES = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
@@ -69,13 +70,6 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return texts
 
 
-def read(records: Path) -> list[dict[str, Any]]:
-    """The lines in a file of records; none without the file."""
-    if not records.exists():
-        return []
-    return [json.loads(text) for text in records.read_text().splitlines()]
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.slices", description=__doc__
@@ -87,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--slices", nargs="*", default=_SLICES, help="slices of as many devices")
     flags = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-    lines = read(flags.records)
+    lines = read_records(flags.records)
     known = {(line["name"], line["layout"]) for line in lines}
     deadline = time.monotonic() + 60 * flags.minutes
     for subject in subjects():
@@ -102,8 +96,7 @@ def main(arguments: Sequence[str]) -> int:
             "slices": {name: verdict_on(subject, name) for name in flags.slices},
         }
         lines.append(line)
-        with flags.records.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        add_record(flags.records, line)
         print(subject.name, subject.layout, *line["slices"].values(), flush=True)
         jax.clear_caches()
     print("\n".join(summary(lines)))

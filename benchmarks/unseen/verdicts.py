@@ -32,6 +32,7 @@ from shardfx.testing._args import with_arrays
 
 from ..faults._coverage import Error, document, judged_step, mesh_of, step_errors
 from ..faults._families import Subject
+from ..faults._records import add_record, read_records
 from . import _open, _sealed
 from ._case import Case
 from ._one_device import shard_map_on_one_device
@@ -192,7 +193,7 @@ def work(records: Path, minutes: float) -> None:
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES)
-    lines = read(records)
+    lines = read_records(records)
     deadline = time.monotonic() + 60 * minutes
     for question in questions(lines):
         if time.monotonic() > deadline:
@@ -200,21 +201,8 @@ def work(records: Path, minutes: float) -> None:
         print(json.dumps(question.key), flush=True)
         line = answer(question)
         lines.append(line)
-        add(records, line)
+        add_record(records, line)
         jax.clear_caches()
-
-
-def read(records: Path) -> list[dict[str, Any]]:
-    """The answers in a file of records; none without the file."""
-    if not records.exists():
-        return []
-    return [json.loads(text) for text in records.read_text().splitlines()]
-
-
-def add(records: Path, line: Mapping[str, Any]) -> None:
-    """Adds an answer to a file of records."""
-    with records.open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def wait(records: Path, minutes: float, seconds: float) -> bool:
@@ -240,10 +228,10 @@ def wait(records: Path, minutes: float, seconds: float) -> bool:
                 return True
             why = f"the process ended with {child.returncode}"
             break
-    if not key or tuple(key) in answered(read(records)):
+    if not key or tuple(key) in answered(read_records(records)):
         raise RuntimeError(why)
     kind, name, layout = key
-    add(records, {"kind": kind, "name": name, "layout": layout, "refused": why})
+    add_record(records, {"kind": kind, "name": name, "layout": layout, "refused": why})
     return False
 
 
@@ -299,7 +287,7 @@ def main(arguments: Sequence[str]) -> int:
     while (minutes := (deadline - time.monotonic()) / 60) > 0:
         if wait(flags.records, minutes, flags.seconds):
             break
-    lines = read(flags.records)
+    lines = read_records(flags.records)
     print("\n".join(summary(lines)))
     if flags.json is not None:
         flags.json.write_text(json.dumps(document(lines), indent=1) + "\n")

@@ -1,7 +1,5 @@
 """What the benchmarks of verdicts count: unseen steps, and steps on several slices."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks.faults import slices
 from benchmarks.faults._coverage import Error
+from benchmarks.faults._records import add_record, read_records
 from benchmarks.unseen import _open, verdicts
 from benchmarks.unseen._one_device import shard_map_on_one_device
 
@@ -66,9 +65,10 @@ def test_accusations_and_wrong_proofs_are_counted(tmp_path):
         verdict(other, kind="numbers", numbers="wrong", error="0.4"),
     ]
     records = tmp_path / "records.jsonl"
+    assert read_records(records) == []
     for line in lines:
-        verdicts.add(records, line)
-    assert verdicts.read(records) == lines
+        add_record(records, line)
+    assert read_records(records) == lines
     assert len(verdicts.mistakes(lines)) == 2
     texts = verdicts.summary(lines)
     assert "1 steps, 2 layouts" in texts[0]
@@ -76,7 +76,7 @@ def test_accusations_and_wrong_proofs_are_counted(tmp_path):
     assert texts[2].startswith("proved, and wrong: ")
 
 
-def test_verdicts_on_two_slices_are_compared(tmp_path):
+def test_verdicts_on_two_slices_are_compared():
     proved = {"outcome": "proved"}
     lines = [
         {"name": "a", "layout": "batch", "slices": {"x": proved, "y": proved}},
@@ -90,9 +90,6 @@ def test_verdicts_on_two_slices_are_compared(tmp_path):
     head, row = slices.summary(lines)
     assert head == "1 of 2 steps have one outcome on all slices"
     assert row == "b, batch: {'x': 'proved', 'y': 'not judged'}"
-    records = tmp_path / "records.jsonl"
-    records.write_text(json.dumps(lines[0]) + "\n")
-    assert slices.read(records) == lines[:1]
 
 
 def _of_two_axes(tree, rows):
