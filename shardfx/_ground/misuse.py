@@ -67,8 +67,8 @@ def is_bound(
 
 
 def _hint(function: Callable[..., object], name: str, fixes: Mapping[str, str]) -> str:
-    """The text that says what stands for an argument that a function lacks; empty for
-    one that it has.
+    """The text that says what stands for the argument `name` if the function lacks it;
+    empty if it has it. `fixes` has, by such a name, what to write instead.
     """
     parameters = inspect.signature(function).parameters
     if name in parameters:

@@ -313,6 +313,7 @@ def _unused_optional_rules(subject: Subject, draft: Draft) -> Iterator[Finding]:
     all of which earlier rules shard.
     """
     rules = draft.paths.rules
+    # The keys are the numbers of the rules that shard leaves.
     used = draft.paths.used
     # One path of each group shows which optional rules match at all; many rules of a
     # preset do not.

@@ -152,7 +152,9 @@ class _Undersharded(NamedTuple):
 
 
 def _finding_of_axis(subject: Subject, shorts: list[_Undersharded]) -> Finding:
-    """One finding for arrays that one mesh axis does not divide."""
+    """One finding for arrays that one mesh axis does not divide. `shorts` has groups of
+    these arrays, each with the reasons, which are all about this axis.
+    """
     axis = shorts[0].reasons[0].axes[0]
     size = subject.content.mesh.shape.get(axis, 1)
     axis_text = f"`{axis}` ({size})"
@@ -197,8 +199,9 @@ def _finding(
     message: str,
     shorts: list[_Undersharded],
 ) -> Finding:
-    """The finding about the arrays in `shorts`. Its bytes are those that the requested
-    sharding would save on each device. `where` and `message` become its fields.
+    """The finding about the arrays in `shorts`, which are sharded less than requested.
+    Its bytes are those that the requested sharding would save on each device. `where`
+    and `message` become its fields.
     """
     content = subject.content
     avoidable_bytes = 0
@@ -280,10 +283,10 @@ def _names_for_present_spec(subject: Subject, short: _Undersharded) -> Iterator[
             continue
         # A dimension that is sharded over some of its axes gets a name of its own, with
         # these axes. One dimension may have several logical names.
-        joined = names[dim]
-        if not isinstance(joined, str):
-            joined = "_".join(joined)
-        name = f"{joined}_{row.shape[dim]}"
+        old_name = names[dim]
+        if not isinstance(old_name, str):
+            old_name = "_".join(old_name)
+        name = f"{old_name}_{row.shape[dim]}"
         names[dim] = name
         if subject.axes is not None and name not in subject.axes.names:
             yield f"axes = axes.extend([({name!r}, {code_of(entry)})])"

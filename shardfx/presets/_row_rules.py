@@ -21,7 +21,7 @@ from .._rules import (
     replicate,
 )
 from .maps._entries import Weight, weights_of
-from .maps._families import Form, Rows, further_rows_of, rows_of, vision_rows_of
+from .maps._families import Options, Rows, further_rows_of, rows_of, vision_rows_of
 
 
 # One mesh axis, several, or none: `()`.
@@ -62,16 +62,16 @@ _UNSHARDED_AXES = (
 _AXES_OF_SHARDED_VECTORS = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
-def rows_for_rules(family: str, form: Form) -> Rows:
+def rows_for_rules(family: str, options: Options) -> Rows:
     """Returns the rows of all arrays that models of a family may have, and of arrays
     that only checkpoints have. A row is a path and its entry, such as
     `model.layers.{layers}.self_attn.q_proj.weight` and "query: (heads dim) embed".
 
-    `form` has the options that decide about biases, such as `qkv_bias`. Norms and other
-    arrays that depend on an option are always included.
+    `options` has the options that decide about biases, such as `qkv_bias`. Norms and
+    other arrays that depend on an option are always included.
     """
     all_options = {
-        **form,
+        **options,
         "qk_norm": True,
         "four_norms": True,
         "tied": False,

@@ -5,8 +5,8 @@ and the axes of its array.
 functions here combine them and add the paths of the layers. Shapes, rules and maps are
 all made from these rows. In a path, names in braces stand for the numbers of layers and
 experts. In the function of a family, such as `_gpt_oss`, `prefix` is that of the
-paths, `head` is the path of the output weights without `.weight`, and `form` has the
-options of the model.
+paths, `head_path` is the path of the output weights without `.weight`, and `options`
+has the options of the model.
 """
 
 import importlib.resources
@@ -24,7 +24,7 @@ Rows = dict[str, Entry]
 # The options of a model, as in the table of models: `tied`, `qkv_bias`, `out_bias`,
 # `mlp_bias`, `qk_norm`, `four_norms`; for DeepSeek also `q_lora`, `dense_layers`,
 # `score_bias`. A missing option is off.
-Form = Mapping[str, int]
+Options = Mapping[str, int]
 
 _TEXT = (
     importlib.resources.files("shardfx.presets.maps")
@@ -32,12 +32,12 @@ _TEXT = (
     .read_text(encoding="utf-8")
 )
 # From the name of a section of the file, such as `[qkv]`, to its rows, one per line.
-_PARTS: Final = dict(
+_SECTIONS: Final = dict(
     re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE)
 )
 
 
-def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
+def rows_of(family: str, options: Options, prefix: str | None = None) -> Rows:
     """Returns the rows of a family's text model.
 
     `family` is a family in the table of models, or a `model_type` of Hugging Face.
@@ -45,10 +45,10 @@ def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
     output weights.
     """
     usual = prefix_of(family)
-    head = f"{usual.removesuffix('model.')}lm_head"
+    head_path = f"{usual.removesuffix('model.')}lm_head"
     if prefix is None:
         prefix = usual
-    return _FAMILIES[family](prefix, head, form)
+    return _FAMILIES[family](prefix, head_path, options)
 
 
 def prefix_of(family: str) -> str:
@@ -69,12 +69,13 @@ def further_rows_of(family: str) -> Rows:
     """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies,
     pretraining heads and multi-token prediction layers.
     """
-    return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
+    return _rows("", _SECTIONS.get(f"{family}.beside", _SECTIONS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
     """Returns only the rows of experts, with all experts of a layer in one array
-    instead of one array per expert.
+    instead of one array per expert: `moe.experts.{experts}.w1` with "expert_gate:
+    hidden embed" becomes `moe.experts.w1` with "expert_gate: experts hidden embed".
     """
     stacked: Rows = {}
     for path, entry in rows.items():
@@ -112,20 +113,20 @@ def _bias(entry: Entry, dim: int) -> Entry:
     return f"{kind}_bias: {groups_of(axes)[dim]}"
 
 
-def _attention(prefix: str, form: Form, qkv_text: str = _PARTS["qkv"]) -> Rows:
+def _attention(prefix: str, options: Options, qkv_text: str = _SECTIONS["qkv"]) -> Rows:
     """Returns the rows of an attention layer whose paths begin with `prefix`: the
     projections of queries, keys and values, which `qkv_text` has as text, the output,
-    and the norms of queries and keys if `form` has them.
+    and the norms of queries and keys if `options` has them.
     """
     rows = _rows(prefix, qkv_text)
-    if form.get("qkv_bias"):
+    if options.get("qkv_bias"):
         rows = _with_biases(rows)
     out = _rows(prefix, "o_proj  out: embed (heads dim)")
-    if form.get("out_bias"):
+    if options.get("out_bias"):
         out = _with_biases(out)
     rows |= out
-    if form.get("qk_norm"):
-        rows |= _rows(prefix, _PARTS["qk_norms"])
+    if options.get("qk_norm"):
+        rows |= _rows(prefix, _SECTIONS["qk_norms"])
     return rows
 
 
@@ -133,7 +134,7 @@ def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
     """Returns the rows of a gated feed-forward block. `kind` begins the names of its
     weights, such as "expert_", and `hidden` is the axis of its hidden units.
     """
-    return _rows(prefix, _PARTS["mlp"].format(kind=kind, hidden=hidden))
+    return _rows(prefix, _SECTIONS["mlp"].format(kind=kind, hidden=hidden))
 
 
 def _router_and_experts(prefix: str) -> Rows:
@@ -144,76 +145,82 @@ def _router_and_experts(prefix: str) -> Rows:
 
 def _causal(
     prefix: str,
-    head: str,
-    form: Form,
+    head_path: str,
+    options: Options,
     layer: Rows,
-    norms_part: str = "norms",
+    norms_section: str = "norms",
 ) -> Rows:
     """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers,
-    and the output weights unless they are tied to the embedding.
+    and the output weights at `head_path` unless they are tied to the embedding.
 
-    `norms_part` is the section of `families.txt` with the norms of a layer.
+    `norms_section` is the section of `families.txt` with the norms of a layer.
     """
-    part = "four_norms" if form.get("four_norms") else norms_part
-    norms = _rows(f"{prefix}layers.{{layers}}.", _PARTS[part])
+    section = "four_norms" if options.get("four_norms") else norms_section
+    norms = _rows(f"{prefix}layers.{{layers}}.", _SECTIONS[section])
     last = _rows(prefix, "norm  norm: embed")
-    if form.get("norm_bias"):
+    if options.get("norm_bias"):
         norms = _with_biases(norms)
         last = _with_biases(last)
     rows = _rows(prefix, "embed_tokens  embedding: vocab embed") | norms | layer | last
-    if form.get("tied"):
+    if options.get("tied"):
         return rows
-    return {**rows, f"{head}.weight": "head: vocab embed"}
+    return {**rows, f"{head_path}.weight": "head: vocab embed"}
 
 
-def _llama(prefix: str, head: str, form: Form) -> Rows:
+def _llama(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Llama, and of families with the same names."""
     layer = f"{prefix}layers.{{layers}}."
     mlp = _mlp(f"{layer}mlp.")
-    if form.get("mlp_bias"):
+    if options.get("mlp_bias"):
         mlp = _with_biases(mlp)
-    return _causal(prefix, head, form, _attention(f"{layer}self_attn.", form) | mlp)
+    return _causal(
+        prefix, head_path, options, _attention(f"{layer}self_attn.", options) | mlp
+    )
 
 
-def _mixtral(prefix: str, head: str, form: Form) -> Rows:
+def _mixtral(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Mixtral, in which every feed-forward block has experts."""
     layer = f"{prefix}layers.{{layers}}."
     moe = f"{layer}block_sparse_moe."
     routed = _rows(moe, "gate  router: experts embed")
-    routed |= _rows(f"{moe}experts.{{experts}}.", _PARTS["mixtral.experts"])
-    return _causal(prefix, head, form, _attention(f"{layer}self_attn.", form) | routed)
+    routed |= _rows(f"{moe}experts.{{experts}}.", _SECTIONS["mixtral.experts"])
+    return _causal(
+        prefix, head_path, options, _attention(f"{layer}self_attn.", options) | routed
+    )
 
 
-def _qwen3_moe(prefix: str, head: str, form: Form) -> Rows:
+def _qwen3_moe(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Qwen3's models with experts in every layer."""
     layer = f"{prefix}layers.{{layers}}."
     attention = _attention(f"{layer}self_attn.", {"qk_norm": True})
-    return _causal(prefix, head, form, attention | _router_and_experts(f"{layer}mlp."))
+    return _causal(
+        prefix, head_path, options, attention | _router_and_experts(f"{layer}mlp.")
+    )
 
 
-def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
+def _qwen3_next(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Qwen3-Next. Most layers have linear attention, the others
     gated attention. There is also a multi-token prediction layer.
     """
     # The rows of each head hold its query, then its gate.
-    gated = _PARTS["qkv"].replace(
+    gated = _SECTIONS["qkv"].replace(
         "query: (heads dim)", "query_and_gate: (heads two_dims)"
     )
 
-    form = {**form, "qk_norm": True}
+    options = {**options, "qk_norm": True}
     layers = f"{prefix}layers."
-    layer = _attention(f"{layers}{{full_layers}}.self_attn.", form, gated)
+    layer = _attention(f"{layers}{{full_layers}}.self_attn.", options, gated)
     layer |= _qwen3_next_mlp(f"{layers}{{layers}}.mlp.")
     # In linear attention, the rows are grouped by key head: its query, its key, and its
     # values and gates.
-    linear = _PARTS["qwen3_next.linear"]
+    linear = _SECTIONS["qwen3_next.linear"]
     layer |= _rows(f"{layers}{{linear_layers}}.linear_attn.", linear, leaf="")
 
-    ahead = _attention("mtp.layers.0.self_attn.", form, gated)
+    ahead = _attention("mtp.layers.0.self_attn.", options, gated)
     ahead |= _qwen3_next_mlp("mtp.layers.0.mlp.")
-    ahead |= _rows("mtp.", _PARTS["qwen3_next.ahead"])
-    ahead |= _rows("mtp.layers.0.", _PARTS["norms"])
-    return _causal(prefix, head, form, layer) | ahead
+    ahead |= _rows("mtp.", _SECTIONS["qwen3_next.ahead"])
+    ahead |= _rows("mtp.layers.0.", _SECTIONS["norms"])
+    return _causal(prefix, head_path, options, layer) | ahead
 
 
 def _qwen3_next_mlp(prefix: str) -> Rows:
@@ -225,24 +232,24 @@ def _qwen3_next_mlp(prefix: str) -> Rows:
     return rows | _rows(prefix, "shared_expert_gate  shared_router: one embed")
 
 
-def _olmo2(prefix: str, head: str, form: Form) -> Rows:
+def _olmo2(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of OLMo 2. The norms of a layer are behind attention and the
     feed-forward block, and those of queries and keys are over all heads together.
     """
     layer = f"{prefix}layers.{{layers}}."
-    rows = _attention(f"{layer}self_attn.", {**form, "qk_norm": False})
-    rows |= _rows(f"{layer}self_attn.", _PARTS["olmo2.norms"])
+    rows = _attention(f"{layer}self_attn.", {**options, "qk_norm": False})
+    rows |= _rows(f"{layer}self_attn.", _SECTIONS["olmo2.norms"])
     rows |= _mlp(f"{layer}mlp.")
     return _causal(
         prefix=prefix,
-        head=head,
-        form=form,
+        head_path=head_path,
+        options=options,
         layer=rows,
-        norms_part="olmo2.layer_norms",
+        norms_section="olmo2.layer_norms",
     )
 
 
-def _phi3(prefix: str, head: str, form: Form) -> Rows:
+def _phi3(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Phi-3 and Phi-4. Query, key and value are concatenated, and so
     are gate and up.
     """
@@ -259,23 +266,25 @@ def _phi3(prefix: str, head: str, form: Form) -> Rows:
     }
     rows |= _rows(f"{layer}self_attn.", "o_proj  out: embed (heads dim)")
     rows |= _rows(f"{layer}mlp.", "down_proj  down: embed hidden")
-    return _causal(prefix, head, form, rows)
+    return _causal(prefix, head_path, options, rows)
 
 
-def _glm4_moe(prefix: str, head: str, form: Form) -> Rows:
+def _glm4_moe(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of GLM-4.5 to 4.7. The first layers are dense; the others have
     experts, of which each token uses the shared ones.
     """
     layer = f"{prefix}layers.{{layers}}."
-    attention = _attention(f"{layer}self_attn.", form)
-    return _causal(prefix, head, form, attention | _dense_then_routed(prefix, form))
+    attention = _attention(f"{layer}self_attn.", options)
+    return _causal(
+        prefix, head_path, options, attention | _dense_then_routed(prefix, options)
+    )
 
 
-def _dense_then_routed(prefix: str, form: Form) -> Rows:
+def _dense_then_routed(prefix: str, options: Options) -> Rows:
     """Returns the rows of feed-forward blocks of which the first `dense_layers` are
     dense, and the others have routed and shared experts.
     """
-    dense_count = form.get("dense_layers", 0)
+    dense_count = options.get("dense_layers", 0)
     moe = f"{prefix}layers.{{layers}}.mlp."
     rows: Rows = {}
     if dense_count:
@@ -283,38 +292,40 @@ def _dense_then_routed(prefix: str, form: Form) -> Rows:
         rows = _mlp(f"{prefix}layers.{{dense_layers}}.mlp.")
     rows |= _router_and_experts(moe)
     rows |= _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
-    if form.get("score_bias"):
+    if options.get("score_bias"):
         bias = "gate.e_score_correction_bias  router_bias: experts"
         rows |= _rows(moe, bias, leaf="")
     return rows
 
 
-def _gemma3n(prefix: str, head: str, form: Form) -> Rows:
+def _gemma3n(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Gemma 3n's text model: several residual streams (AltUp), a
     path of low rank beside attention (Laurel), and an embedding for each layer.
     """
     layer = f"{prefix}layers.{{layers}}."
-    form = {**form, "tied": True, "four_norms": True, "qk_norm": True}
-    rows = _attention(f"{layer}self_attn.", form) | _mlp(f"{layer}mlp.")
-    rows |= _rows(layer, _PARTS["gemma3n.layer"], leaf="")
-    rows |= _rows(prefix, _PARTS["gemma3n.beside_layers"])
-    return _causal(prefix, head, form, rows)
+    options = {**options, "tied": True, "four_norms": True, "qk_norm": True}
+    rows = _attention(f"{layer}self_attn.", options) | _mlp(f"{layer}mlp.")
+    rows |= _rows(layer, _SECTIONS["gemma3n.layer"], leaf="")
+    rows |= _rows(prefix, _SECTIONS["gemma3n.beside_layers"])
+    return _causal(prefix, head_path, options, rows)
 
 
-def _deepseek(prefix: str, head: str, form: Form) -> Rows:
+def _deepseek(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of DeepSeek V2 and V3, with latent attention. The queries are
-    compressed too if `form` has "q_lora".
+    compressed too if `options` has "q_lora".
     """
     layer = f"{prefix}layers.{{layers}}."
     query = "q_proj  query: (heads dim) embed"
-    if form.get("q_lora"):
-        query = _PARTS["deepseek.compressed"]
+    if options.get("q_lora"):
+        query = _SECTIONS["deepseek.compressed"]
     attention = _rows(f"{layer}self_attn.", query)
-    attention |= _rows(f"{layer}self_attn.", _PARTS["deepseek.latent"])
-    return _causal(prefix, head, form, attention | _dense_then_routed(prefix, form))
+    attention |= _rows(f"{layer}self_attn.", _SECTIONS["deepseek.latent"])
+    return _causal(
+        prefix, head_path, options, attention | _dense_then_routed(prefix, options)
+    )
 
 
-def _gpt_oss(prefix: str, head: str, form: Form) -> Rows:
+def _gpt_oss(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked,
     `[in, out]`, and the columns of gate and up alternate.
     """
@@ -322,32 +333,32 @@ def _gpt_oss(prefix: str, head: str, form: Form) -> Rows:
     layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     layer_rows |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
     layer_rows |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
-    layer_rows |= _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf="")
-    return _causal(prefix, head, form, layer_rows)
+    layer_rows |= _rows(f"{layer}mlp.experts.", _SECTIONS["gpt_oss.experts"], leaf="")
+    return _causal(prefix, head_path, options, layer_rows)
 
 
-def _llama4(prefix: str, head: str, form: Form) -> Rows:
+def _llama4(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`. Gate
     and up are concatenated, so a shard may hold only one of them.
     """
     moe = f"{prefix}layers.{{routed_layers}}.feed_forward."
-    layer_rows = _attention(f"{prefix}layers.{{layers}}.self_attn.", form)
+    layer_rows = _attention(f"{prefix}layers.{{layers}}.self_attn.", options)
     layer_rows |= _mlp(f"{prefix}layers.{{plain_layers}}.feed_forward.")
-    layer_rows |= _rows(moe, _PARTS["llama4.experts"], leaf="")
+    layer_rows |= _rows(moe, _SECTIONS["llama4.experts"], leaf="")
     layer_rows |= _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
-    return _causal(prefix, head, form, layer_rows)
+    return _causal(prefix, head_path, options, layer_rows)
 
 
-def _starcoder2(prefix: str, head: str, form: Form) -> Rows:
+def _starcoder2(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of StarCoder2, in which all matrices and norms have biases."""
     layer = f"{prefix}layers.{{layers}}."
     layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     mlp = "c_fc    up: hidden embed\nc_proj  down: embed hidden"
     layer_rows |= _with_biases(_rows(f"{layer}mlp.", mlp))
-    return _causal(prefix, head, {**form, "norm_bias": True}, layer_rows)
+    return _causal(prefix, head_path, {**options, "norm_bias": True}, layer_rows)
 
 
-def _gpt(prefix: str, head: str, form: Form) -> Rows:
+def _gpt(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key
     and value concatenated.
     """
@@ -362,21 +373,21 @@ def _gpt(prefix: str, head: str, form: Form) -> Rows:
     norms = "ln_1  attention_norm: embed\nln_2  mlp_norm: embed"
     rows |= _with_biases(_rows(layer, norms))
     matrices: Rows = {f"{layer}attn.c_attn.weight": thirds}
-    matrices |= _rows(layer, _PARTS["gpt.out"])
+    matrices |= _rows(layer, _SECTIONS["gpt.out"])
     rows |= _with_biases(matrices, dim=-1)
     return rows | _with_biases(_rows(prefix, "ln_f  norm: embed"))
 
 
-def _bert(prefix: str, head: str, form: Form) -> Rows:
+def _bert(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of BERT. The embeddings have a norm, and there is a pooler."""
-    rows = _rows(f"{prefix}embeddings.", _PARTS["bert.table"])
+    rows = _rows(f"{prefix}embeddings.", _SECTIONS["bert.table"])
     rows |= _with_biases(_rows(prefix, "embeddings.LayerNorm  norm: embed"))
     layer = f"{prefix}encoder.layer.{{layers}}."
-    rows |= _with_biases(_rows(layer, _PARTS["bert.layer"]))
+    rows |= _with_biases(_rows(layer, _SECTIONS["bert.layer"]))
     return rows | _with_biases(_rows(prefix, "pooler.dense  pooler: pooled embed"))
 
 
-def _t5(prefix: str, head: str, form: Form) -> Rows:
+def _t5(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of T5 v1.1. Feed-forward blocks are gated; output weights are
     not tied.
     """
@@ -390,7 +401,7 @@ def _t5(prefix: str, head: str, form: Form) -> Rows:
         for number, part in enumerate(parts):
             layer = f"{block}{{layers}}.layer.{number}."
             section = "t5.attention" if part.endswith("Attention") else "t5.mlp"
-            rows |= _rows(f"{layer}{part}.", _PARTS[section])
+            rows |= _rows(f"{layer}{part}.", _SECTIONS[section])
             rows |= _rows(layer, "layer_norm  norm: embed")
         # Only the first layer has the table of relative positions.
         rows |= _rows(
@@ -401,20 +412,22 @@ def _t5(prefix: str, head: str, form: Form) -> Rows:
     return rows
 
 
-def _vit(prefix: str, head: str, form: Form) -> Rows:
+def _vit(prefix: str, head_path: str, options: Options) -> Rows:
     """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`,
     with heads and head_dim as separate dimensions.
     """
     block = f"{prefix}Transformer.encoderblock_{{layers}}."
-    rows = _rows(prefix, _PARTS["vit.ends"], leaf="")
-    return rows | _rows(block, _PARTS["vit.block"], leaf="")
+    rows = _rows(prefix, _SECTIONS["vit.ends"], leaf="")
+    return rows | _rows(block, _SECTIONS["vit.block"], leaf="")
 
 
 def _vision_of_gemma3() -> Rows:
     """Returns the rows of Gemma 3's vision encoder, a SigLIP, and of the projector to
     the text model.
     """
-    layer = _PARTS["eye"].format(out="out_proj", norms=("layer_norm1", "layer_norm2"))
+    layer = _SECTIONS["eye"].format(
+        out="out_proj", norms=("layer_norm1", "layer_norm2")
+    )
     tower = "vision_tower.vision_model."
     rows = _with_biases(_rows(f"{tower}encoder.layers.{{vision_layers}}.", layer))
     patches = (
@@ -437,12 +450,12 @@ def _vision_of_llama4() -> Rows:
     model.
     """
     layer_norms = ("input_layernorm", "post_attention_layernorm")
-    layer = _PARTS["eye"].format(out="o_proj", norms=layer_norms)
+    layer = _SECTIONS["eye"].format(out="o_proj", norms=layer_norms)
     rows = _with_biases(_rows("vision_model.model.layers.{vision_layers}.", layer))
     norms = "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed"
     rows |= _with_biases(_rows("vision_model.", norms))
     rows |= _rows("multi_modal_projector.", "linear_1  projector: embed vision_out")
-    return rows | _rows("vision_model.", _PARTS["llama4.sight"], leaf="")
+    return rows | _rows("vision_model.", _SECTIONS["llama4.sight"], leaf="")
 
 
 _PREFIXES = {
@@ -451,7 +464,7 @@ _PREFIXES = {
     **dict.fromkeys(("gpt", "gpt2", "bert", "t5", "vit"), ""),
 }
 _VISION = {"gemma3": _vision_of_gemma3, "llama4": _vision_of_llama4}
-_FAMILIES: Final[Mapping[str, Callable[[str, str, Form], Rows]]] = MappingProxyType(
+_FAMILIES: Final[Mapping[str, Callable[[str, str, Options], Rows]]] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama),
         **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), _llama),

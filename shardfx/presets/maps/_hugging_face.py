@@ -7,7 +7,7 @@ from ..._ground.errors import MapError
 from ..._ground.text import quoted
 from ..._rules import near
 from ._entries import Scaled
-from ._families import Form, Rows, prefix_of, rows_of
+from ._families import Options, Rows, prefix_of, rows_of
 from ._layout import TreeLayout
 
 
@@ -73,7 +73,7 @@ def hugging_face(
         )
     if prefix is None:
         prefix = prefix_of(str(kind))
-    rows = rows_of(str(kind), _form(text), prefix)
+    rows = rows_of(str(kind), _options_of(text), prefix)
     # Paths that a checkpoint may have besides, and that no map uses.
     rest = _rest(text, prefix)
     if text.get("quantization_config"):
@@ -167,7 +167,7 @@ def needed(config: Config, name: str) -> int:
     return config[name]
 
 
-def _form(config: Config) -> Form:
+def _options_of(config: Config) -> Options:
     """Returns the options of a model, such as "qkv_bias", from the config of its text
     model: what a family always has, and what the config says.
     """

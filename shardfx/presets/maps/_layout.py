@@ -203,6 +203,7 @@ class TreeLayout:
         """
         source_arrays = self._arrays
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
+        # The sub-axes of axes that one of the layouts splits.
         apart = {}
         for axis, parts in (*self.apart, *other.apart):
             apart[axis] = tuple(parts.split())

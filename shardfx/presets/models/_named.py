@@ -191,14 +191,14 @@ def tree(
     row = row_of(name)
     _check_changes(name, row, changes)
     # The numbers of the model, and the options that decide which arrays it has.
-    form = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
-    rows = {**rows_of(row.family, form), **vision_rows_of(row.family)}
+    options = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
+    rows = {**rows_of(row.family, options), **vision_rows_of(row.family)}
     if stack_experts:
         others = {
             path: entry for path, entry in rows.items() if "{experts}" not in path
         }
         rows = others | with_experts_stacked(rows)
-    return tree_of(rows, sizes_of(form), dtype)
+    return tree_of(rows, sizes_of(options), dtype)
 
 
 def row_of(name: str) -> ModelRow:
