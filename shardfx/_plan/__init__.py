@@ -13,6 +13,7 @@ from .complaints import (
     Unused,
     absent_axes,
     axes_used,
+    check_policy,
     misspelled_axes,
     raise_empty,
     uncovered,

@@ -2,11 +2,13 @@
 states of a parameter.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from .._ground.errors import RuleError
 from .._ground.reason import Code, Reason, reason_for
 from .._ground.spec import (
     axes_of_entries,
@@ -24,28 +26,39 @@ from .leaf import LeafPlan
 from .requests import Request
 
 
-def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
+def matcher_of_bases(what: str, pairs: Iterable[tuple[str, str]]) -> Matcher:
     """Returns path rules from `pairs` of a regex and a replacement. A rule's target is
     `(replacement,)`. The replacement turns the path of an adapter or a scale into the
-    path of the array that it belongs to.
+    path of the array that it belongs to. `what` is the argument with the pairs,
+    "adapters" or "scales", for messages.
     """
-    rules: list[Any] = []
+    form = f'`{what}` takes pairs of a regex and a replacement, `[("lora_a$", "w")]`'
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+        raise RuleError(f"{form}, and not {pairs!r:.80}.")
+    rules = []
     for pair in pairs:
-        # `PathRules` raises an error for a text in the place of a pair.
-        if isinstance(pair, str):
-            rules.append(pair)
-        else:
-            regex, *replacements = pair
-            rules.append((regex, tuple(replacements)))
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise RuleError(f"{form}, and not {pair!r:.80}.")
+        regex, replacement = pair
+        rules.append((regex, (replacement,)))
     return Matcher(PathRules(rules))
 
 
 def base_path(matcher: Matcher, rule_index: int, path: str) -> str:
     """Returns the path of the array to which the array at `path` belongs by the rule
-    of `matcher` with the index `rule_index`.
+    of `matcher` with the index `rule_index`. Raises `RuleError` if the replacement
+    names a group that the regex lacks.
     """
-    _, (replacement,) = matcher.rules[rule_index]
-    return matcher.patterns[rule_index].sub(replacement, path)
+    regex, (replacement,) = matcher.rules[rule_index]
+    try:
+        return matcher.patterns[rule_index].sub(replacement, path)
+    except (re.error, IndexError) as error:
+        raise RuleError(
+            f"the pair {(regex, replacement)!r} makes no path of `{path}`: {error};"
+            " the replacement may name the groups of the regex, as in"
+            r" `('(.*)/lora_[ab]$', r'\1/weight')`."
+        ) from error
 
 
 def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, ...]]]:

@@ -87,6 +87,17 @@ def _refuse(
         raise error("\n".join(shown)) from cause
 
 
+def check_policy(function: str, what: str, policy: object, other: str) -> None:
+    """Raises `RuleError` unless `policy`, the argument `what` of the function with the
+    name `function`, is "raise" or `other`.
+    """
+    if policy not in ("raise", other):
+        raise RuleError(
+            f"`{what}={policy!r}` is no policy of `{function}`; use"
+            f' "raise" or "{other}".'
+        )
+
+
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
     """Raises one error that lists `errors`, pairs of a leaf's path and its error. It
     has the type of the first.

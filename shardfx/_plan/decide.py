@@ -4,6 +4,7 @@ and then extended by strategies.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
@@ -75,6 +76,31 @@ def _with_advice(why: Reason, leaf: Leaf) -> Reason:
     return dataclasses.replace(why, message=why.message + doubt)
 
 
+def sizes_of_shape(shape: Any) -> tuple[int, ...]:
+    """The sizes in `shape`, an argument of a user, as Python ints. Raises `SpecError`
+    if it is no sequence of sizes from 0 on.
+    """
+    is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, str | Mapping)
+    if not is_of_sizes:
+        raise SpecError(
+            f"`shape` has a size for each dimension, and this is {shape!r}; write"
+            f" `({shape!r},)` for an array of rank 1."
+        )
+    try:
+        sizes = tuple(map(int, shape))
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            f"`shape` has a size for each dimension, and {tuple(shape)!r:.80} holds"
+            f" something else: {error}; pass `x.shape`."
+        ) from error
+    if any(size < 0 for size in sizes):
+        raise SpecError(
+            f"`shape` has a size for each dimension, and {sizes} holds a negative"
+            " number; pass `x.shape`."
+        )
+    return sizes
+
+
 @called("correct(spec, shape, mesh)")
 def correct(
     spec: object,
@@ -139,14 +165,13 @@ def correct(
         raise SpecError(f"expected a PartitionSpec, not {spec!r}; {fix}.")
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
-    is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, str | Mapping)
-    if not is_of_sizes:
+    if units is not None and not isinstance(units, Iterable):
         raise SpecError(
-            f"`shape` has a size for each dimension, and this is {shape!r}; write"
-            f" `({shape!r},)` for an array of rank 1."
+            "`units` must hold one positive int for each dimension, not"
+            f" {units!r}; write `({units!r},)` for an array of rank 1."
         )
     leaf_units = None if units is None else tuple(units)
-    leaf = leaf_of(tuple(map(int, shape)), dtype, leaf_units)
+    leaf = leaf_of(sizes_of_shape(shape), dtype, leaf_units)
     if len(leaf.units) != len(leaf.shape) or min(leaf.units, default=1) < 1:
         raise SpecError(
             "`units` must hold one positive int for each dimension of shape"

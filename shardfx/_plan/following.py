@@ -33,6 +33,7 @@ from .bases import (
 )
 from .complaints import (
     Draft,
+    check_policy,
     raise_absent,
     raise_errors,
     raise_repeated,
@@ -151,12 +152,13 @@ def follow(
             " `optimizer.init`."
         )
     check_plan("plan", plan)
+    check_policy("follow", "unused", unused, "allow")
     check_rules(paths, axes)
     kinds = kinds_matcher(memory_kinds)
     axis_rules = plan.axes if axes is None else axes
     by_path = Matcher(paths)
     pairs = {"adapters": adapters, "scales": scales}
-    bases = {what: matcher_of_bases(base_pairs) for what, base_pairs in pairs.items()}
+    bases = {what: matcher_of_bases(what, items) for what, items in pairs.items()}
     state, why_not_propagated = evaluated(init, plan, args)
     flat = flatten(state)
     raise_repeated(flat)
@@ -177,16 +179,13 @@ def follow(
     )
     rows, index = _planned(follower, flat, kinds)
     raise_errors(follower.errors)
-    declared = by_path.declared
-    if axis_rules is not None:
-        declared += axis_rules.mesh_axes
     draft = Draft(
         flat=flat,
         mesh=plan.mesh,
         paths=by_path,
         kinds=kinds,
         axes=axis_rules,
-        declared=declared,
+        declared=_declared_axes(by_path, axis_rules),
         row_indices=index,
         rows=rows,
         errors=[],
@@ -232,6 +231,13 @@ def _planned(
         else:
             index.append(NO_ARRAY)
     return rows, index
+
+
+def _declared_axes(paths: Matcher, axes: AxisRules | None) -> tuple[str, ...]:
+    """Returns the mesh axes that path rules and axis rules declare with `mesh_axes=`."""
+    if axes is None:
+        return paths.declared
+    return (*paths.declared, *axes.mesh_axes)
 
 
 def _raise_unused(follower: "_Follower", flat: Flat, kinds: Matcher) -> None:

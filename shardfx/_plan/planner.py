@@ -29,6 +29,7 @@ from .._rules import AxisRules, Matcher, PathRules, check_rules
 from ..topology import MeshSpec
 from .complaints import (
     Draft,
+    check_policy,
     raise_absent,
     raise_empty,
     raise_errors,
@@ -150,8 +151,8 @@ def plan(
         print(made["embed"].reasons[0])
         ```
     """
-    _check_policy("unmatched", unmatched, "replicate")
-    _check_policy("unused", unused, "allow")
+    check_policy("plan", "unmatched", unmatched, "replicate")
+    check_policy("plan", "unused", unused, "allow")
     _check_arguments(tree, min_bytes)
     if others:
         word = "axes" if isinstance(others[0], AxisRules) else "paths"
@@ -221,16 +222,6 @@ def _check_arguments(tree: object, min_bytes: object) -> None:
         raise RuleError(
             f"`min_bytes` is a number of bytes, not {min_bytes!r}; write `2**20` for 1"
             " MiB."
-        )
-
-
-def _check_policy(what: str, policy: str, other: str) -> None:
-    """Raises `RuleError` unless `policy`, the argument `what` of `plan`, is "raise" or
-    `other`.
-    """
-    if policy not in ("raise", other):
-        raise RuleError(
-            f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
         )
 
 

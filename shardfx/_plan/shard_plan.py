@@ -28,6 +28,7 @@ from .._ground.tree import Flat, near_paths
 from .._rules import AxisRules, PathRules, compiled
 from ..topology import MeshSpec
 from .content import LEFT_OUT, NO_ARRAY, Content, at_leaves, joined_contents, read_json
+from .decide import sizes_of_shape
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .matching import rows_of, shaped_like
@@ -375,7 +376,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             assert batch.sharding.spec == jax.P(("data", "fsdp"))
             ```
         """
-        sizes = None if shape is None else tuple(int(size) for size in shape)
+        sizes = None if shape is None else sizes_of_shape(shape)
         strict = self.strict if strict is None else strict
         decision = decision_for(
             names_or_spec, sizes, self.content, self.mesh, strict, unmatched

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.errors import RuleError, SpecError, UnknownPathError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import (
     UNCONSTRAINED,
@@ -287,6 +287,11 @@ def replaced(content: Content, where: str, target: object) -> Content:
     """Returns the plan with `target` for the array at `where`: a path, or a regex that
     is searched in each path.
     """
+    if not isinstance(where, str):
+        raise UnknownPathError(
+            "`replace` takes the path of an array, or a regex, as in"
+            f' `plan.replace("layers/0/w", spec)`, and not {where!r:.60}.'
+        )
     # PathRules check the target.
     ((_, checked_target),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]

@@ -17,6 +17,7 @@ from .._plan import (
     Draft,
     PathTree,
     ShardPlan,
+    check_policy,
     drafted,
     kinds_matcher,
     names_of_leaves,
@@ -193,8 +194,8 @@ def _check_arguments(
     """
     _check_bytes("min_bytes", min_bytes)
     _check_bytes("replicated_bytes", replicated_bytes)
-    _check_policy("unmatched", unmatched, "replicate")
-    _check_policy("unused", unused, "allow")
+    check_policy("lint", "unmatched", unmatched, "replicate")
+    check_policy("lint", "unused", unused, "allow")
 
 
 def _check_bytes(what: str, value: object) -> None:
@@ -202,16 +203,6 @@ def _check_bytes(what: str, value: object) -> None:
     if not isinstance(value, numbers.Real):
         raise RuleError(
             f"`{what}` is a number of bytes, not {value!r}; write `2**20` for 1 MiB."
-        )
-
-
-def _check_policy(what: str, policy: str, other: str) -> None:
-    """Raises `RuleError` unless `policy`, the argument `what` of `lint`, is "raise" or
-    `other`.
-    """
-    if policy not in ("raise", other):
-        raise RuleError(
-            f'`{what}={policy!r}` is no policy of `lint`; use "raise" or "{other}".'
         )
 
 

@@ -40,6 +40,14 @@ def named(names, axes: AxisRules | None = AXES, tree: Any = TREE, **keywords):
 
 
 BARE_FIELD = inspect.unwrap(sfx.field)  # past the type checker of the tests
+ANY: Any = 3
+SHAPES: list[Any] = [3, (3, "a"), (-1, 2)]
+
+
+def followed(**options: Any) -> ShardPlan:
+    return sfx.follow(lambda tree: tree, MADE, **options)
+
+
 OTHER = ruled(P(), mesh=MeshSpec(MESH.shape, axis_types=AxisType.Explicit))
 JOINED = ShardPlan.join(**{"a": ruled(P(), {"b/c": W}), "a/b": ruled(P(), {"c": W})})
 UNITS = AxisRules(AXES.rules, units={"mpl": 4})
@@ -185,6 +193,38 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             lambda: ShardPlan.join(a=ON, b=MADE),
             PlanMismatchError,
             r"\(\[\[0, 1, .*, 7\]\] and None\).*`plan.off\(\)`",
+        ),
+        (
+            lambda: followed(unused="none"),
+            RuleError,
+            "`unused='none'` is no policy of `follow`",
+        ),
+        *(
+            (
+                lambda items=items: followed(adapters=items),
+                RuleError,
+                "`adapters` takes pairs of a regex and a replacement",
+            )
+            for items in (3, "ab", {"a": "w"}, [("a",)], [("a", "w", "w")], [("a", 3)])
+        ),
+        (
+            lambda: followed(scales=[("w$", r"\2")]),
+            RuleError,
+            r"makes no path of `w`: invalid group reference 2",
+        ),
+        (
+            lambda: MADE.replace(ANY, P()),
+            UnknownPathError,
+            "`replace` takes the path of an array, or a regex",
+        ),
+        *(
+            (lambda shape=shape: MADE.sharding(P(), shape), SpecError, "`shape` has a")
+            for shape in SHAPES
+        ),
+        (
+            lambda: sfx.correct(P(), (4,), MESH, units=ANY),
+            SpecError,
+            r"`units` must hold .* not 3; write `\(3,\)`",
         ),
     ],
 )
