@@ -230,7 +230,7 @@ def test_a_child_without_a_folder_ends_with_an_error(tmp_path):
         "request = {'last': 'none', 'files': [], 'seconds': 30.0}\n"
         f"folder = {str(tmp_path / 'gone')!r}\n"
         "child = libtpu_worker._started(b'', request, folder)\n"
-        "print(libtpu_worker._wait(folder, request, child.reading))\n"
+        "print(libtpu_worker._wait(folder, request, child.words_pipe))\n"
     )
     # Standard input stays open: a parent still waits.
     reading, writing = os.pipe()
