@@ -6,7 +6,7 @@ without partitioning the step again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfx._step import judged, step_of
+from shardfx._step import Programs, judged, step_of
 from shardfx.testing import Verdict
 
 
@@ -28,3 +28,10 @@ def proved_programs(step: Callable[..., Any], args: Sequence[Any]):
     verdict = verdict_of(programs)
     assert verdict.outcome == "proved", verdict
     return programs
+
+
+def verdict_of_texts(whole: str, partitioned: str) -> Verdict:
+    """The verdict of the judge on the texts of a program before and after the
+    partitioner.
+    """
+    return judged(Programs(whole=whole, partitioned=partitioned))

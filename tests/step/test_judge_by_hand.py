@@ -3,7 +3,7 @@ right is not proved.
 """
 
 import pytest
-from judging import Programs, judged
+from judging import verdict_of_texts
 
 
 WHOLE = """HloModule whole, num_partitions=2
@@ -56,8 +56,7 @@ def module(lines: str) -> str:
 
 
 def verdict_of(whole: str, partitioned: str) -> str:
-    programs = Programs(whole=module(whole), partitioned=module(partitioned))
-    return judged(programs).outcome
+    return verdict_of_texts(module(whole), module(partitioned)).outcome
 
 
 def named(name: str) -> str:
@@ -531,3 +530,27 @@ def test_the_numbers_of_a_scattered_maximum_are_not_known():
   ROOT %y = f32[8]{{0}} select(%mask, %negated, %zeros)
 """
     assert verdict_of(whole, partitioned) != "proved"
+
+
+@pytest.mark.parametrize(
+    "dtype, number, rounded, limit",
+    [("s32", "257", "bf16", 256), ("f32", "1.001", "bf16", 1), ("s32", "5", "f32", 4)],
+)
+def test_a_mask_of_numbers_is_rounded_as_on_a_device(dtype, number, rounded, limit):
+    whole = """
+  %x = f32[8]{0} parameter(0), sharding={replicated}
+  ROOT %y = f32[8]{0} negate(%x)
+"""
+    partitioned = f"""
+  %x = f32[8]{{0}} parameter(0), sharding={{replicated}}
+  %negated = f32[8]{{0}} negate(%x)
+  %number = {dtype}[] constant({number})
+  %rounded = {rounded}[] convert(%number)
+  %limit = {rounded}[] constant({limit})
+  %is_above = pred[] compare(%rounded, %limit), direction=GT
+  %mask = pred[8]{{0}} broadcast(%is_above), dimensions={{}}
+  %zero = f32[] constant(0)
+  %zeros = f32[8]{{0}} broadcast(%zero), dimensions={{}}
+  ROOT %y = f32[8]{{0}} select(%mask, %negated, %zeros)
+"""
+    assert (verdict_of(whole, partitioned) == "proved") == (rounded == "f32")

@@ -173,3 +173,18 @@ def test_a_bitcast_to_another_type_is_another_value():
   ROOT %y = f32[4]{0} convert(%bits)
 """
     assert not is_proved(whole, partitioned)
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_windows_over_parts_of_a_sum_start_with_zero(number):
+    total = f"""
+  %zero = f32[] constant(0)
+  %first = f32[] constant({number})
+  %sum.1 = f32[8]{{0}} reduce(%x, %zero), dimensions={{0}}, to_apply=%sum,\
+ {named("sum")}
+  %z = f32[7]{{0}} reduce-window(%sum.1, %first), window={{size=2}}, to_apply=%sum,\
+ {named("z")}
+"""
+    whole = ROWS.format(rows=4) + total.replace("%z =", "ROOT %z =")
+    partitioned = ROWS.format(rows=2) + total + finished("7", "sum")
+    assert is_proved(whole, partitioned) == (number == 0)

@@ -379,6 +379,8 @@ def reduce_window(
         require_finished(operand, "reduce-window")
     if operand.scale != 1 and reducer != "add":
         raise Unjudged("a reduction, over windows, of shares of a sum")
+    if not operand.is_finished and constant_number(initial) != 0:
+        raise Unjudged("windows that start with a number on each device")
     shape = arrays_in(instruction.result)[0].shape
     rule = ft.partial(
         _reduced_window, context, instruction, reducer=reducer, shape=shape

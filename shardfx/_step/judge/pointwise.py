@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
@@ -43,6 +44,13 @@ from .values import ROUNDING
 from .verdict import Unjudged, Wrong
 
 
+# Types to which known numbers are rounded, by HLO's names.
+_FLOAT_TYPES: Mapping[str, Any] = {
+    "f64": np.float64,
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": jnp.dtype("bfloat16"),
+}
 # Of sums and their parts: `f(a) + f(b) = f(a + b)`.
 _LINEAR = frozenset(
     "add subtract negate convert copy real imag reduce-precision".split()
@@ -392,13 +400,13 @@ def _known_result(
         return None
     dtype = arrays_in(instruction.result)[0].dtype
     if opcode == "convert":
-        return _unless_wrapped(_converted(operand_numbers[0], dtype), dtype)
+        return _as_computed(_converted(operand_numbers[0], dtype), dtype)
     compute = _NUMBERS.get(opcode)
     if opcode == "compare":
         compute = _COMPARED[attribute(instruction, "direction")]
     is_float = any(array.dtype.kind == "f" for array in operand_numbers)
     if opcode in ("divide", "remainder") and not is_float:
-        return _unless_wrapped(
+        return _as_computed(
             _divided(opcode, operand_numbers[0], operand_numbers[1]), dtype
         )
     if compute is None or (is_float and opcode not in ("select", "compare", "add")):
@@ -407,15 +415,21 @@ def _known_result(
         return None
     if opcode == "shift-right-logical" and (operand_numbers[0] < 0).any():
         return None
-    return _unless_wrapped(compute(*operand_numbers), dtype)
+    computed = compute(*operand_numbers)
+    # A select takes its numbers from its operands.
+    return computed if opcode == "select" else _as_computed(computed, dtype)
 
 
-def _unless_wrapped(computed: np.ndarray | None, dtype: str) -> np.ndarray | None:
-    """The computed numbers; `None` if an integer is beyond those of the type `dtype`,
-    or of 32 bits. A device wraps such numbers, which no rule follows.
+def _as_computed(computed: np.ndarray | None, dtype: str) -> np.ndarray | None:
+    """The computed numbers, as a device has them in the type `dtype`. It rounds floats,
+    and wraps integers beyond those of the type, which no rule follows: `None` for them,
+    and for integers of more than 32 bits.
     """
-    if computed is None or computed.dtype.kind not in "iu":
+    if computed is None or computed.dtype.kind == "b":
         return computed
+    if computed.dtype.kind == "f":
+        float_type = _FLOAT_TYPES.get(dtype)
+        return None if float_type is None else _rounded(computed, float_type)
     lowest, highest = limits_of(dtype)
     lowest = max(lowest, 1 - 2**31)
     highest = min(highest, 2**31 - 1)
@@ -423,8 +437,14 @@ def _unless_wrapped(computed: np.ndarray | None, dtype: str) -> np.ndarray | Non
     return None if is_beyond.any() else computed
 
 
+def _rounded(computed: np.ndarray, float_type: Any) -> np.ndarray:
+    """The numbers, rounded to a floating-point type."""
+    with np.errstate(over="ignore"):
+        return computed.astype(float_type).astype(np.float64)
+
+
 def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
-    """Known numbers in another dtype; `None` where a conversion may round them."""
+    """Known numbers in another dtype; `None` for floats as integers."""
     if dtype == "pred":
         return numbers != 0
     if numbers.dtype.kind == "f":
