@@ -367,7 +367,9 @@ def _rules_of(
     with_fewer: bool,
 ) -> Iterator[tuple[str, object]]:
     """Yields the rule that shards a name over the mesh axes `axes`; `with_fewer`, then
-    rules for fewer of these axes, in case that another name takes one.
+    rules for fewer of these axes, in case that another name takes one. For a name over
+    ("data", "tensor") and `with_fewer`, these are the rules for both, for "data" and
+    for "tensor".
     """
     least = 1 if with_fewer else len(axes)
     for count in range(len(axes), least - 1, -1):
@@ -482,7 +484,10 @@ def _comments_of(candidate: Candidate) -> list[str]:
 
 
 def _out_shardings_of(candidate: Candidate) -> str:
-    """The argument `out_shardings` of a candidate's step as code; empty without one."""
+    """The argument `out_shardings` of a candidate's step as code; empty without one.
+    `candidate.results` has, for each result, the argument whose plan it gets, or
+    `None`.
+    """
     if all(which is None for which in candidate.results):
         return ""
     plans = []

@@ -30,7 +30,8 @@ def choices_for(total: int, slices: int, tensor: int) -> Iterator[Choice]:
     """The meshes and strategies to try on `total` devices in `slices` slices: data
     parallelism first, then FSDP on ever more devices. The axis `tensor` has `tensor`
     devices in all of them. If it has more than one, the last mesh comes twice, the
-    second time with `gathers_all`.
+    second time with `gathers_all`. Then FSDP over all axes shards the arrays that
+    tensor parallelism leaves whole.
     """
     choice = Choice(MeshSpec({"data": 1}), ())
     for fsdp in fsdp_spans(total // tensor, slices):

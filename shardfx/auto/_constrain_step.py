@@ -419,7 +419,8 @@ class _Constrainer:
         mesh: Mesh | AbstractMesh,
     ):
         """`chosen` has the shardings along each mesh axis, and `layouts` the program
-        that they are about.
+        that they are about. A layout has the sub-dimension of each value that the mesh
+        axis shards.
         """
         self.layouts = layouts
         self.chosen = chosen

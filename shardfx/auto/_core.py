@@ -375,7 +375,7 @@ def _best_of(
 def assignment_count(terms: CostTerms, sizes_by_axes: Sequence[MeshSizes]) -> int:
     """The largest number of axis assignments, at most that of `terms`, whose sets have
     at most 2**22 candidates. `sizes_by_axes` has the sizes for one mesh axis, for two,
-    and so on.
+    and so on. `terms` has an entry of "calls" for each assignment, those of usual ones first.
     """
 
     def candidate_count(count: int) -> int:

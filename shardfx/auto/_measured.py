@@ -111,7 +111,8 @@ def _run_in_turn(
     tell: Tell,
 ) -> list[Candidate]:
     """Runs the programs of candidates in turn. Returns the candidates with the median
-    seconds of a step, the fastest first.
+    seconds of a step, the fastest first. `programs` has each candidate with its
+    compiled program.
     """
     taken_seconds: list[list[float]] = [[] for _ in programs]
 

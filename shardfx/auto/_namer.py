@@ -155,8 +155,8 @@ class _Namer:
         """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
         has words of this dtype and the name of a key.
         """
-        number = self.tied.program.arguments[place.array]
-        if self.tied.program.values[number].dtype != np.uint32:
+        value = self.tied.program.arguments[place.array]
+        if self.tied.program.values[value].dtype != np.uint32:
             return False
         (path,) = self.paths([place])
         return place.array in keys or bool(_KEY_NAMES.search(path))
@@ -345,7 +345,8 @@ class _Namer:
     def batches_of_weights(self) -> set[LogicalAxis]:
         """The logical axes of the batch dimensions of weights. A weight is an operand
         of a matrix product whose dimensions are all equivalent to dimensions of the
-        model.
+        model. `dims` below has the factors of each dimension in the operation's
+        sharding rule.
         """
         tied = self.tied
         parameter_roots = self.classes.model_roots

@@ -159,7 +159,9 @@ class LoweredStep:
         model: CostModel,
     ):
         """`step` is the caller's, and `traced` the same step as it was traced. `chip`
-        and `model` give the times of its programs.
+        and `model` give the times of its programs. `leaves` has the path of each array
+        by its name in the program, and `results`, for each result, the argument whose
+        shardings it gets and the number of its arrays.
         """
         self.step = step
         self.args = traced.structs
@@ -451,8 +453,9 @@ def jitted(
     candidate: Candidate,
     plans: Sequence[ShardPlan],
 ) -> Any:
-    """The step, jitted as in the code of `candidate`, with the shardings of
-    `plans`, one for each argument.
+    """The step, jitted as in the code of `candidate`, with the shardings of `plans`,
+    one for each argument. `candidate.results` has, for each result, the argument whose
+    plan it gets, or `None`.
     """
     mesh = plans[0].jax_mesh or candidate.mesh
     step = lowered.step

@@ -67,7 +67,8 @@ class Trials:
 
     def is_close(self, candidate: Candidate) -> bool:
         """Whether the estimate of a candidate is close to that of the fastest program's
-        candidate, or none fits.
+        candidate, or none fits. The keys of `partitioned` are candidates by the
+        estimate, and its values have the numbers of their programs.
         """
         fitting = [
             estimated

@@ -168,7 +168,10 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 
 def _line_traffics(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"]:
-    """The estimated and the compiled rows of each source line and tuple of axes."""
+    """The estimated and the compiled rows of each source line and tuple of axes. A
+    collective that the compiler moved to another line counts at the line of its
+    estimate if it reduces the gradient of the same leaf.
+    """
     # The source line of the reduction of each leaf's gradient. A reduction of several
     # gradients is divided among them.
     reduction_lines: dict[str, Frame | None] = {}

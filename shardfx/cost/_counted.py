@@ -294,8 +294,8 @@ def _candidates(
 ) -> Iterator[MissedAxis]:
     """Yields sharding constraints for the largest arrays in memory at the peak, over
     mesh axes of the batch. The peak is that of the step with the constraints
-    `constraints`, which are already chosen. A `MissedAxis` is a mesh axis that shards
-    an argument, `missed.by`, but not an array of the same size.
+    `constraints`, which are already chosen. A `MissedAxis` is a mesh axis of an
+    argument, `missed.by`, that stopped propagating before it shards an array.
     """
     arguments = chip_step.step.arguments
     batch_names = set()

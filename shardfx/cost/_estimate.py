@@ -70,7 +70,7 @@ def extrapolated(
     than sizes.
     """
     small = shrunk(mesh, most)
-    first = rows_on(small)
+    rows_of_small = rows_on(small)
     # For each axis that was halved, the rows of the mesh with this axis doubled once,
     # and the number of doublings.
     doubled: list[tuple[Sequence[TrafficRow], int]] = []
@@ -79,7 +79,7 @@ def extrapolated(
             continue
         rows_of_doubled = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
         fields_of_doubled = list(map(_size_free_fields, rows_of_doubled))
-        if fields_of_doubled != list(map(_size_free_fields, first)):
+        if fields_of_doubled != list(map(_size_free_fields, rows_of_small)):
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is"
                 f" another program than on one with twice as many along {axis}, so what"
@@ -88,7 +88,7 @@ def extrapolated(
         doubled.append((rows_of_doubled, round(math.log2(mesh.shape[axis] / size))))
     note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
     rows = []
-    for number, row in enumerate(first):
+    for number, row in enumerate(rows_of_small):
         doubled_rows = [
             (rows_of_doubled[number], doublings)
             for rows_of_doubled, doublings in doubled

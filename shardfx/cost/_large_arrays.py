@@ -69,7 +69,9 @@ def gradient_shapes(chip_step: StepOnChip) -> set[tuple[int, ...]]:
 
 
 def peak_arrays(chip_step: StepOnChip) -> tuple[LargeArray, ...]:
-    """The arrays in memory at the peak, the largest first, each with its sharding."""
+    """The arrays in memory at the peak, the largest first, each with its sharding. An
+    array that is not sharded further has the reason, `why`.
+    """
     memory = chip_step.memory
     arrays = [
         _argument(purpose, nbytes)

@@ -330,7 +330,8 @@ def _with_regions(
 ) -> Iterator[Region | Loop | jex.JaxprEqn]:
     """Yields the parts of a program; a part that is a list of equations becomes a
     region. If the region `is_whole`, the only part, all inputs of the program are its
-    inputs, read or not.
+    inputs, read or not. `_operands` has the variables that a part reads, as the keys of
+    a dict.
     """
     operands_of_parts = [_operands(part) for part in parts]
     # How many of the parts that follow, with the program's end, read each value.
