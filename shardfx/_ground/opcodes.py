@@ -54,6 +54,15 @@ WITHOUT_NEW_ARRAY = frozenset(
 UNFUSED = PRODUCTS | frozenset(
     "reduce reduce-window select-and-scatter sort fft custom-call".split()
 )
+REDUCTIONS = frozenset(["reduce", "reduce-window"])
+# Operations that libtpu fuses with each other, and with the reductions that read them.
+FUSED = (ELEMENTWISE | VIEWS | {"concatenate", "dynamic-update-slice"}) - {"broadcast"}
+# A fusion of these alone is no kernel: the layout of its result does the same.
+WITHOUT_WORK = RESHAPES | {"convert", "copy"}
+# Each of these operations is a kernel of its own.
+KERNELS = (UNFUSED - PRODUCTS - REDUCTIONS) | frozenset(
+    "gather scatter rng-bit-generator dynamic-slice".split()
+)
 # Operations whose result can reuse the memory of an operand that no later operation
 # reads.
 IN_PLACE = ELEMENTWISE | {"dynamic-update-slice", "scatter", "all-reduce", "sort"}

@@ -23,7 +23,7 @@ from ..cost._work import work_of
 from ..interop import tpu
 from ._asked import SearchOptions
 from ._candidate import Candidate, rank
-from ._programs import LoweredStep, Tell, jitted, timed
+from ._programs import LoweredStep, Tell, jitted, timed, work_seconds
 
 
 # The number of rounds in which candidates run in turn, and the number of timed steps in
@@ -95,7 +95,8 @@ def _with_costs_of(
     """
     sent = traffic(program, candidate.mesh)
     work = work_of(parse_hlo(program.as_text()))
-    with_times = timed(candidate, sent, work, lowered.chip, lowered.model)
+    compute_seconds = work_seconds(work, lowered.chip, lowered.model)
+    with_times = timed(candidate, sent, compute_seconds, lowered.chip, lowered.model)
     return dataclasses.replace(
         with_times,
         by="compile",

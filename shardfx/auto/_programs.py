@@ -31,6 +31,7 @@ from ..cost._estimate import (
     as_sent,
     extrapolated,
 )
+from ..cost._kernels import kernel_seconds, kernels_of
 from ..cost._live import device_memory
 from ..cost._refuted import refutations_of
 from ..cost._traffic import read
@@ -52,13 +53,15 @@ from ._cost_terms import REDUCTIONS
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the work and the memory of one device's program. It takes
+    """The traffic, the computation and the memory of one device's program. It takes
     `memory_bytes` if the step donates the arguments that it was jitted to donate, and
-    `least_bytes` if it donates every argument that it can.
+    `least_bytes` if it donates every argument that it can. `notes` are those of its
+    work.
     """
 
     sent: Traffic
-    work: DeviceWork
+    compute_seconds: float
+    notes: tuple[str, ...]
     memory_bytes: int | float
     least_bytes: int | float
 
@@ -71,34 +74,37 @@ _MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 def timed(
     candidate: Candidate,
     sent: Traffic,
-    work: DeviceWork,
+    compute_seconds: float,
     chip: chips.Chip,
     model: CostModel,
 ) -> Candidate:
-    """The candidate with the traffic and work of its program, and an estimate of the
-    seconds of one step.
+    """The candidate with the traffic and the computation of its program, and an estimate
+    of the seconds of one step.
 
-    Computation takes the longer of two times: the floating-point operations at the peak
-    rate, and the memory traffic at the memory's bandwidth. If a compiled program
-    reports its cycles, they give the time instead. Communication takes
-    [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of
-    parameters and gradients overlap with a part of the computation; collectives of
-    activations do not.
+    Communication takes [`shardfx.cost.seconds`][], and some microseconds per collective.
+    Collectives of parameters and gradients overlap with a part of the computation;
+    collectives of activations do not.
+    """
+    candidate = dataclasses.replace(candidate, compute_seconds=compute_seconds)
+    return with_traffic(candidate, sent, chip, model)
+
+
+def work_seconds(work: DeviceWork, chip: chips.Chip, model: CostModel) -> float:
+    """The seconds of a program's computation: the longer of the floating-point operations
+    at the peak rate, and the memory traffic at the memory's bandwidth. If a compiled
+    program reports its cycles, they give the time instead.
     """
     peak_flops = float(chip.flops("bfloat16"))
     hbm_bytes_per_second = float(chip.hbm_bytes_per_second) / chip.devices_per_chip
     # A multiplier does two operations, a product and a sum, in each cycle.
     if work.cycles and chip.name in _MULTIPLIERS:
         clock_rate = peak_flops / (2 * _MULTIPLIERS[chip.name])
-        compute_seconds = work.cycles / clock_rate
-    else:
-        flops_per_second = peak_flops * (model.compute / chip.devices_per_chip)
-        compute_seconds = max(
-            work.flops / flops_per_second,
-            work.bytes / (hbm_bytes_per_second * model.memory),
-        )
-    candidate = dataclasses.replace(candidate, compute_seconds=compute_seconds)
-    return with_traffic(candidate, sent, chip, model)
+        return work.cycles / clock_rate
+    flops_per_second = peak_flops * (model.compute / chip.devices_per_chip)
+    return max(
+        work.flops / flops_per_second,
+        work.bytes / (hbm_bytes_per_second * model.memory),
+    )
 
 
 def with_traffic(
@@ -226,10 +232,10 @@ class LoweredStep:
         fits = costs.memory_bytes <= candidate.limit_bytes
         memory_bytes = costs.memory_bytes if fits else costs.least_bytes
         return dataclasses.replace(
-            timed(candidate, costs.sent, costs.work, self.chip, self.model),
+            timed(candidate, costs.sent, costs.compute_seconds, self.chip, self.model),
             memory_bytes=round(memory_bytes),
             constrained=constrained,
-            notes=(*candidate.notes, *costs.work.notes),
+            notes=(*candidate.notes, *costs.notes),
             donated=self.donated if fits else self.donatable,
             results=tuple(which for which, _ in self.results),
         )
@@ -322,9 +328,8 @@ class LoweredStep:
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
             """The numbers of a program that grow with a mesh, in the order of `numbers`."""
             of_mesh = costs[sizes]
-            work = of_mesh.work
             memory = (of_mesh.memory_bytes, of_mesh.least_bytes)
-            return np.array([work.flops, work.bytes, *memory])
+            return np.array([of_mesh.compute_seconds, *memory])
 
         # It calls `rows_on` for a small mesh first, and then for meshes of which one
         # axis is twice as large.
@@ -338,11 +343,11 @@ class LoweredStep:
             doublings = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
             growth = numbers_on(doubled) / np.where(first, first, 1)
             numbers = numbers * growth**doublings
-        flops, moved_bytes, memory_bytes, least_bytes = numbers.tolist()
-        work = dataclasses.replace(costs[sizes].work, flops=flops, bytes=moved_bytes)
+        compute_seconds, memory_bytes, least_bytes = numbers.tolist()
         return _ProgramCosts(
             sent=sent,
-            work=work,
+            compute_seconds=compute_seconds,
+            notes=costs[sizes].notes,
             memory_bytes=memory_bytes,
             least_bytes=least_bytes,
         )
@@ -382,9 +387,16 @@ class LoweredStep:
         # On a smaller mesh than the candidate's, both are extrapolated.
         if not fits or mesh != candidate.mesh:
             least_bytes = peak_bytes(self.donatable)
+        work = work_of(partitioned)
+        if self.platform == "tpu":
+            kernels = kernels_of(partitioned, self.chip.tile)
+            compute_seconds = kernel_seconds(kernels, self.chip, self.model.memory)
+        else:
+            compute_seconds = work_seconds(work, self.chip, self.model)
         return _ProgramCosts(
             sent=read(module, mesh, self.leaves),
-            work=work_of(partitioned, tpu=self.platform == "tpu"),
+            compute_seconds=compute_seconds,
+            notes=work.notes,
             memory_bytes=memory_bytes,
             least_bytes=least_bytes,
         )

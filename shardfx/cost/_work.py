@@ -12,15 +12,9 @@ from .._step import HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 
-# Loop-carried arrays up to this size stay in a TPU's vector memory: v5e and v6e have
-# 128 MiB.
-_ON_CHIP_BYTES = 2**25
-# A loop-carried array may pass through these operations before it is read.
-_PASSED = opcodes.REORDERINGS | {"convert"}
-
 # These operations read or write only a part of an operand: a part of the size of the
 # result (`None`), or of the size of the operand with this number.
-_MOVED_OPERANDS = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
+MOVED_OPERANDS = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
 # The contracted dimensions of a product's operands, and the letters of a convolution's
 # kernel dimensions, of which `o` is that of the outputs.
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
@@ -53,15 +47,11 @@ class DeviceWork:
     notes: tuple[str, ...] = ()
 
 
-def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
-    """The work of one device in a partitioned or compiled program. If a TPU runs it
-    (`tpu`), matrix products read float32 operands as bfloat16, and small loop-carried
-    arrays, such as the weights of a recurrent cell, stay in on-chip memory.
+def work_of(module: HloModule) -> DeviceWork:
+    """The work of one device in a partitioned or compiled program. That of a TPU's
+    partitioned program is in its kernels (`_kernels.py`).
     """
     runs = runs_of(module)
-    loop_bodies: set[str] = set()
-    if tpu:
-        loop_bodies = _loop_bodies(module)
     flops = 0.0
     moved_bytes = _elementwise_result_bytes(module)
     cycles = 0
@@ -73,12 +63,9 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
             notes[_TRIPS] = None
         if not count:
             continue
-        is_loop_body = name in loop_bodies
         for instruction in computation.values():
-            flops += count * _flops(computation, instruction)
-            moved_bytes += count * _moved_bytes(
-                computation, instruction, tpu, is_loop_body
-            )
+            flops += count * flops_of(computation, instruction)
+            moved_bytes += count * _moved_bytes(computation, instruction)
             if match := _KERNEL.search(instruction.attributes):
                 notes[f"the products of the kernel `{match[1]}` are not counted"] = None
             if match := _CYCLES.search(instruction.attributes):
@@ -86,61 +73,25 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     return DeviceWork(flops=flops, bytes=moved_bytes, cycles=cycles, notes=tuple(notes))
 
 
-def _loop_bodies(module: HloModule) -> set[str]:
-    """The names of the computations that are bodies of loops."""
-    bodies = set()
-    for computation in module.computations.values():
-        for instruction in computation.values():
-            if instruction.opcode == "while":
-                bodies.add(dict(instruction.called)["body"])
-    return bodies
-
-
 def _moved_bytes(
     computation: Mapping[str, Instruction],
     instruction: Instruction,
-    tpu: bool,
-    is_loop_body: bool,
 ) -> float:
     """The bytes that one run of an instruction reads from memory and writes to memory.
-    `computation` contains the instruction. `tpu` says whether a TPU runs it, and
-    `is_loop_body` whether the computation is a loop's body on a TPU.
+    `computation` contains the instruction.
     """
     # These move a part of an operand: as much as the operand of this number, or as the
     # result (`None`).
-    if instruction.opcode in _MOVED_OPERANDS:
-        operand_number = _MOVED_OPERANDS[instruction.opcode]
+    if instruction.opcode in MOVED_OPERANDS:
+        operand_number = MOVED_OPERANDS[instruction.opcode]
         moved_part = instruction
         if operand_number is not None:
             moved_part = computation[instruction.operands[operand_number]]
         return 2.0 * _bytes(moved_part)
     if instruction.opcode not in opcodes.UNFUSED:
         return 0.0
-    # A TPU reads float32 operands of products as bfloat16: half of their bytes.
-    halves_float32 = tpu and instruction.opcode in opcodes.PRODUCTS
-    moved_bytes = _bytes(instruction)
-    for name in instruction.operands:
-        operand = computation[name]
-        if is_loop_body and _is_on_chip(computation, operand):
-            continue
-        if halves_float32 and operand.result.startswith("f32"):
-            moved_bytes += _bytes(operand) / 2
-        else:
-            moved_bytes += _bytes(operand)
-    return moved_bytes
-
-
-def _is_on_chip(computation: Mapping[str, Instruction], operand: Instruction) -> bool:
-    """Whether the result of `operand` is a loop-carried array small enough to stay in
-    on-chip memory. An instruction of `computation`, the body of a loop, reads it.
-    """
-    if _bytes(operand) > _ON_CHIP_BYTES:
-        return False
-    while operand.opcode in _PASSED:
-        operand = computation[operand.operands[0]]
-    if operand.opcode != "get-tuple-element":
-        return False
-    return computation[operand.operands[0]].opcode == "parameter"
+    operand_bytes = (_bytes(computation[name]) for name in instruction.operands)
+    return _bytes(instruction) + math.fsum(operand_bytes)
 
 
 def _elementwise_result_bytes(module: HloModule) -> float:
@@ -163,7 +114,7 @@ def _elementwise_result_bytes(module: HloModule) -> float:
     return math.fsum(sizes)
 
 
-def _flops(computation: Mapping[str, Instruction], instruction: Instruction) -> float:
+def flops_of(computation: Mapping[str, Instruction], instruction: Instruction) -> float:
     """The floating-point operations of one run of an instruction: two for each element
     of the result and each element that is summed for it; 0 if it is no product.
     """

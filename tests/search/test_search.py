@@ -50,8 +50,9 @@ def test_what_a_layer_sends_is_what_textbooks_say():
 def test_search_takes_data_or_tensor_parallelism_by_rows():
     devices = "tpu:v5e:2x4"
     many, *_ = search(*mlp_step(1024, 8192, 2**20), devices=devices, keep=1)
-    assert dict(many.assignments)["data"] == ("batch",)
-    assert many.mesh.shape["data"] == 8
+    for _, names in many.assignments:
+        assert "batch" in names, many.title
+    assert many.mesh.size == 8
     few, *_ = search(*mlp_step(8192, 32768, 16), devices=devices, keep=1)
     for _, names in few.assignments:
         assert "mlp" in names, few.title
