@@ -22,7 +22,7 @@ from .routes import NO_NUMBERS, NumberCopies, bound_with
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True, init=False, eq=False)
 class TreeMap:
     """A map that makes each leaf of one tree, the target, from leaves of another tree,
     the source.
@@ -113,17 +113,16 @@ class TreeMap:
             self.to_json().encode("utf-8", "surrogatepass")
         ).hexdigest()
 
-    @ft.cached_property
-    def _hash(self) -> int:
-        return hash(self.steps)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeMap):
+            return NotImplemented
+        # The steps of maps that add 0.0 and -0.0 are equal, but not their texts.
+        return self.digest == other.digest
 
     def __hash__(self) -> int:
-        # A map of many rules is looked up in each step of a training run.
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The hash of text differs between processes.
-        return {"steps": self.steps}
+        # A map of many rules is looked up in each step of a training run, and its
+        # digest is computed once.
+        return hash(self.digest)
 
     @property
     def rules(self) -> dict[str, From]:

@@ -195,6 +195,13 @@ def test_a_map_is_its_text_and_its_json(case):
     assert str(tree_map) in html.unescape(tree_map._repr_html_())
 
 
+def test_maps_that_differ_in_the_sign_of_a_zero_are_not_equal():
+    first = TreeMap({"v": From("v").plus(0.0)})
+    second = TreeMap({"v": From("v").plus(-0.0)})
+    assert first != second
+    assert len({first, second}) == 2
+
+
 def test_the_text_of_a_map_tells_dropped_leaves_from_the_rest():
     tree_map = TreeMap({"w": From("w")}, drop=["v"], rest=["{path*}"])
     assert str(tree_map).splitlines()[-2:] == [

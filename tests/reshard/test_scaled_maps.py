@@ -123,3 +123,15 @@ def test_arithmetic_with_zeros_of_both_signs():
     }
     moved = reshard(tree, structs, map=tree_map)
     equal(moved, whole, structs)
+
+
+@both_ways
+def test_maps_with_zeros_of_both_signs(move):
+    source, target = first_and("last")
+    arrays = {"v": np.ones((4, 4), np.float32)}
+    tree = {"v": placed(arrays["v"], source)}
+    for zero in (0.0, -0.0):
+        tree_map = TreeMap({"v": From("v").pad_to(8, value=zero)})
+        whole = tree_map.apply(arrays)
+        structs = {"v": struct_of(whole["v"], target)}
+        equal(move(tree, structs, map=tree_map), whole, structs)

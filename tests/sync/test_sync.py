@@ -207,6 +207,24 @@ def test_arithmetic_with_zeros_of_both_signs():
         same(arrays[path], expected)
 
 
+@pytest.mark.parametrize("operation", ["plus", "pad_to"])
+def test_a_leaf_with_zeros_of_both_signs(operation):
+    tree = {"v": jnp.full((4, 4), -0.0)}
+    if operation == "plus":
+        parts = [From("v").plus(zero).cast("bfloat16") for zero in (0.0, -0.0)]
+    else:
+        parts = [From("v").pad_to(8, value=zero) for zero in (0.0, -0.0)]
+    tree_map = TreeMap({"v": From.concat(parts)})
+    whole = tree_map.apply(tree)
+    src = planned(tree, {"v": P("a")}, mesh(0))
+    dst = planned(whole, {"v": P(None, "a")}, mesh(4))
+    plan = plan_transfer(src, dst, tree_map)
+    wire = Wire()
+    send(plan, jax.device_put(tree, src.shardings), wire, 7, sender=0, receiver=0)
+    arrays, _ = receive(plan, dst, {0: wire}, receiver=0)
+    same(arrays["v"], whole["v"])
+
+
 def _scheduled(plan, sender, receiver):
     """The pieces of each row of each round, with the numbers of leaves."""
     order = scheduling.schedule(plan, sender, receiver)

@@ -19,6 +19,7 @@ from ..._convert import Factor, Piece, Struct, Value, hull, once, scale_box, swa
 from ..._ground.boxes import Box, volume
 from ..._ground.keys import data_of
 from ..._ground.spec import DType, bits
+from ..pieces.assembly import numbers_text
 
 
 class Buffer(NamedTuple):
@@ -235,7 +236,14 @@ def _content_key(form: WireForm) -> object:
     reads = tuple(
         (factor.size, factor.source_dim, factor.source_step) for factor in piece.factors
     )
-    return form.value, reads, form.sender_casts, form.sent_dtype, form.scales_dtype
+    return (
+        form.value,
+        numbers_text([piece]),
+        reads,
+        form.sender_casts,
+        form.sent_dtype,
+        form.scales_dtype,
+    )
 
 
 class SentLeaf(NamedTuple):

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..._convert import Factor, Piece, Value
 from ..._ground.errors import SyncError
+from ..pieces.assembly import numbers_text
 from .coverage import MOST_BOXES
 from .encoding import Encoding, form_of
 from .kinds import BUFFER, FIRST_POSITION, WireForm
@@ -24,8 +25,9 @@ class Table:
         self._path = path
         self._rank = rank
         self._dtype = dtype
-        # By a form's value and loops, its position in `forms`.
-        self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
+        # By a form's value, the text of its numbers and its loops, its position in
+        # `forms`.
+        self._form_numbers: dict[tuple[Value, str, tuple[Factor, ...]], int] = {}
         # The integers of all parts, one after another, without the numbers of buffers.
         self._rows: list[int] = []
         # For each part the number of buffers that need it, and their numbers for all
@@ -46,7 +48,7 @@ class Table:
         position of the shard in its array. `piece` copies the part from the shard to a
         buffer. `encoding` says how the elements are sent; `None` for a constant.
         """
-        key = (piece.value, piece.factors)
+        key = (piece.value, numbers_text([piece]), piece.factors)
         form_number = self._form_numbers.setdefault(key, len(self.forms))
         if form_number == len(self.forms):
             form = form_of(encoding, piece, len(start), self._dtype)
