@@ -10,14 +10,14 @@ in `**kwargs`.
 import contextlib
 import inspect
 import itertools as it
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.errors import LeafTypeError, PlanMismatchError, whole_number
 from .._ground.reason import Decision
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, aligned, at_leaves, correct, rows_of
@@ -318,6 +318,20 @@ def entries_by_key(in_shardings: object, keys: Keys, fn_name: str) -> Table:
     return {int: in_shardings, str: in_shardings}
 
 
+def _listed(donate: object) -> tuple[Any, ...]:
+    """The names and positions in the argument `donate` of `filter_jit`, with Python's
+    ints for those of NumPy. A value that is no iterable is the only entry.
+    """
+    entries: Iterable[object] = (donate,)
+    if isinstance(donate, Iterable) and not isinstance(donate, str):
+        entries = donate
+    listed = []
+    for entry in entries:
+        position = whole_number(entry)
+        listed.append(entry if position is None else position)
+    return tuple(listed)
+
+
 def donated_by_key(donate: Any, keys: Keys) -> Table:
     """A table that says for each argument, by its key, whether it is donated. An
     argument that the table lacks is not donated.
@@ -341,10 +355,7 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
         return {int: is_every_donated, str: is_every_donated} | exceptions
     names = _positional(keys)
     is_variadic = int in keys.values()
-    if isinstance(donate, str | int):
-        names_or_positions = (donate,)
-    else:
-        names_or_positions = tuple(donate)
+    names_or_positions = _listed(donate)
     for key in names_or_positions:
         is_position = (
             isinstance(key, int)

@@ -1,6 +1,7 @@
 """`filter_jit`: compiles a function under plans."""
 
 import functools as ft
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -150,6 +151,8 @@ def filter_jit(
             f"`filter_jit` takes a function, not {type(fn).__name__}; pass the function"
             " that is to be compiled: `filter_jit(step, in_shardings=(plan, None))`."
         )
+    if fn is not None:
+        _require_signature(fn)
     if check is not None and not callable(check):
         raise LeafTypeError(
             f"`check` takes a function, not {check!r:.40}; pass the function itself:"
@@ -165,3 +168,17 @@ def filter_jit(
     if fn is None:
         return decorator
     return decorator(fn)
+
+
+def _require_signature(fn: Callable[..., object]) -> None:
+    """Raises `LeafTypeError` if Python does not know the parameters of a function, as
+    of some builtins.
+    """
+    try:
+        inspect.signature(fn)
+    except ValueError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise LeafTypeError(
+            f"`filter_jit` needs the parameters of `{name}`, which Python does not know"
+            f" ({error}); write a function that calls it: `lambda x: {name}(x)`."
+        ) from error

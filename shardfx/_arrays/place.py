@@ -10,7 +10,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
@@ -20,6 +27,7 @@ from .._ground.purity import is_tracing
 from .._ground.spec import canonical
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
+from .._rules import axes_of_target
 from .constraint import constrain, placed
 from .given import sharding_of
 
@@ -129,7 +137,8 @@ def gather(tree: object) -> PyTree:
 
     **Raises:**
 
-    `LeafTypeError` inside `jax.jit`, where arrays have no values yet.
+    `LeafTypeError` inside `jax.jit`, where arrays have no values yet, and for an array
+    that was deleted.
 
     !!! Example
 
@@ -182,6 +191,12 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
             " inside, use `constrain(x, PartitionSpec(), plan)`."
         )
     if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise LeafTypeError(
+                f"{_array_text(path)}, {leaf.dtype}{list(leaf.shape)}, was deleted, or"
+                " donated to a call, and has no values to gather; gather what that call"
+                " returned."
+            )
         return _gathered(leaf)
     return leaf
 
@@ -293,7 +308,8 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
     **Raises:**
 
-    `PlanMismatchError` for a PartitionSpec without `mesh`. `LeafTypeError` for a traced
+    `PlanMismatchError` for a PartitionSpec without `mesh` or with a mesh axis that the
+    mesh lacks, and for a `mesh` of another type. `LeafTypeError` for a traced
     array on Auto axes.
     """
 
@@ -308,8 +324,22 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
                 f"the tree holds the bare spec {leaf}; pass the mesh that it is for:"
                 " `mesh=`."
             )
+        missing_axes = [
+            axis for axis in axes_of_target(leaf) if axis not in mesh.axis_names
+        ]
+        if missing_axes:
+            raise PlanMismatchError(
+                f"the tree holds the spec {leaf}, and the mesh has no axis"
+                f" {missing_axes[0]!r}; it has {mesh.axis_names}."
+            )
         return NamedSharding(mesh, leaf)
 
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise PlanMismatchError(
+            f"`mesh` is a JAX mesh, not {type(mesh).__name__}; write"
+            " `shardings_of(tree, mesh=spec.build(jax.devices()))` for a MeshSpec"
+            " `spec`."
+        )
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 

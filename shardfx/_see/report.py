@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._ground.errors import LeafTypeError, check_type
 from .._ground.reason import Reason
 from .._ground.spec import (
     UNCONSTRAINED,
@@ -67,13 +68,15 @@ def report_data(
         ```
     """
     check_plan("plan", plan)
+    check_type("findings", findings, Iterable, LeafTypeError, "pass `lint(plan)`")
+    listed = tuple(findings)
+    _check_arguments(title, listed, traffic, fit)
     rows = plan.content.groups
     if chip is None and fit is not None:
         chip = fit.chip
     hardware = None
     if chip is not None:
         hardware = {name: getattr(find(chip), name) for name in _OF_CHIP}
-    listed = tuple(findings)
     totals = _totals(plan, rows)
     fit_data = None
     step = None
@@ -95,6 +98,27 @@ def report_data(
         "findings": [dataclasses.asdict(finding) for finding in listed],
         "traffic": _traffic(traffic),
     }
+
+
+def _check_arguments(
+    title: object,
+    findings: Iterable[object],
+    traffic: object,
+    fit: object,
+) -> None:
+    """Raises `LeafTypeError` if one of these arguments of `html_report` has another type
+    than it must have.
+    """
+    if title is not None:
+        check_type("title", title, str, LeafTypeError, "write a text")
+    for finding in findings:
+        check_type("findings", finding, Finding, LeafTypeError, "pass `lint(plan)`")
+    if traffic is not None:
+        fix = "pass what `shardfx.cost.traffic` returns"
+        check_type("traffic", traffic, Traffic, LeafTypeError, fix)
+    if fit is not None:
+        fix = "pass what `shardfx.cost.fit` returns"
+        check_type("fit", fit, Fit, LeafTypeError, fix)
 
 
 def _mesh(mesh: MeshSpec) -> dict[str, object]:

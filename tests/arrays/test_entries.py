@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, filter_jit
-from shardfx.errors import PlanMismatchError
+from shardfx.errors import LeafTypeError, PlanMismatchError
 
 
 AXES = AxisRules([("batch", "data"), ("mlp", "tensor")])
@@ -170,3 +170,20 @@ def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
     assert any(text in str(error.value) for text in texts)
     sharding = take(plans[0].shardings)["w"].sharding
     assert sharding == plans[0].shardings["w"]
+
+
+@pytest.mark.parametrize("donate", [None, 1.5, [None], [1.5], [[0]]])
+def test_what_is_no_name_and_no_position_is_not_donated(donate):
+    with pytest.raises(ValueError, match="`donate` names .*no positional parameter"):
+        sfx.filter_jit(lambda a, b: a @ b, donate=donate)
+
+
+def test_a_numpy_integer_is_a_position_to_donate():
+    x = jnp.ones((4, 4))
+    sfx.filter_jit(lambda a, b: a + b, donate=np.int64(0))(x, jnp.ones((4, 4)))
+    assert x.is_deleted()
+
+
+def test_a_function_without_known_parameters_is_refused():
+    with pytest.raises(LeafTypeError, match="needs the parameters of `max`, which"):
+        sfx.filter_jit(max)

@@ -18,6 +18,7 @@ from shardfx import (
     MeshSpec,
     PathRules,
     constrain,
+    gather,
     plan,
     shardings_of,
     specs_of,
@@ -325,3 +326,19 @@ def test_a_plan_cuts_a_cache_between_heads():
         leaves = sharding_plan.leaves[0]
         actual = leaves.spec
         assert actual == spec
+
+
+def test_what_the_mesh_of_bare_specs_cannot_be_is_named():
+    mesh = MeshSpec({"data": 8})
+    tree = {"w": P("data")}
+    with pytest.raises(PlanMismatchError, match="is a JAX mesh, not MeshSpec; write"):
+        shardings_of(tree, mesh=mesh)
+    with pytest.raises(PlanMismatchError, match="the mesh has no axis 'model'; it has"):
+        shardings_of({"w": P("model")}, mesh=mesh.build(jax.devices()))
+
+
+def test_a_deleted_array_is_named_by_gather():
+    array = jnp.ones((4, 2))
+    array.delete()
+    with pytest.raises(LeafTypeError, match=r"`a/w`, float32\[4, 2\], was deleted"):
+        gather({"a": {"w": array}})

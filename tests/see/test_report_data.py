@@ -20,7 +20,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
 from shardfx._see import report_data
 from shardfx.cost import Fit, Traffic, fit
-from shardfx.errors import ChipError
+from shardfx.errors import ChipError, LeafTypeError
 from shardfx.results import Finding
 from tests.structs import struct
 
@@ -436,3 +436,19 @@ def test_the_verdict(tree, rules, findings, chip, level, text):
     assert (
         f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
     )
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"title": 5}, "`title` must be of type str, not int"),
+        ({"findings": None}, "`findings` must be of type Iterable, not NoneType"),
+        ({"findings": ["w"]}, "`findings` must be of type Finding, not str"),
+        ({"traffic": 3}, "`traffic` must be of type Traffic, not int; pass what"),
+        ({"fit": 3}, "`fit` must be of type Fit, not int; pass what"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(wrong, message):
+    made = planned(".*->data", {"w": struct(8, 8)})
+    with pytest.raises(LeafTypeError, match=message):
+        html_report(made, **wrong)
