@@ -405,6 +405,7 @@ class Window:
             self._wait()
 
     def _wait(self) -> None:
+        """Waits until the oldest array in flight is computed."""
         array, nbytes = self.pending.popleft()
         self.bytes -= nbytes
         jax.block_until_ready(array)

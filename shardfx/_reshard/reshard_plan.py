@@ -295,11 +295,13 @@ def _listed(values: Sequence[T], most: int, text_of: Callable[[T], str]) -> str:
 
 
 def _link_text(link: tuple[tuple[int, int], int]) -> str:
+    """A pair of devices and the bytes between them as text: `0 -> 4: 2 MiB`."""
     (sender, receiver), nbytes = link
     return f"{sender} -> {receiver}: {_size(nbytes)}"
 
 
 def _box_text(box: Box) -> str:
+    """A box as text: `[0:4, 8:16]`."""
     intervals = [f"{start}:{stop}" for start, stop in box]
     return f"[{', '.join(intervals)}]"
 
@@ -326,6 +328,7 @@ def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
 
 
 def _size(count: int) -> str:
+    """A number of bytes as text, in the largest unit of which there is one."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
             return f"{count / scale:.4g} {unit}"

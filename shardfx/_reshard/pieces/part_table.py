@@ -281,6 +281,7 @@ def tabled_parts(
 
 
 def _lengths(sequences: Sequence[Sequence[object]]) -> np.ndarray:
+    """The length of each sequence."""
     return np.array(list(map(len, sequences)), np.int64)
 
 

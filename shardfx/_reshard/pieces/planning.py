@@ -300,6 +300,7 @@ def _assembly_in(
 
 
 def _has_scales(target: Made) -> bool:
+    """Whether some piece of an array is multiplied by scales."""
     return any(piece.value.scale is not None for piece in target.pieces)
 
 
@@ -360,6 +361,7 @@ def _devices_of(
     have_devices = all(map(has_devices, _shardings([*sources, leaf])))
 
     def key_of(device: Any) -> Any:
+        """The device, or the number that stands for it."""
         if have_devices:
             return device
         # On an abstract mesh a device is its position.

@@ -136,10 +136,12 @@ class _Node:
         return free.bit_length() - 1
 
     def add(self, colour: int, part: int) -> None:
+        """Gives a part of the device a colour that no other part of it has."""
         self.parts[colour] = part
         self.colours |= 1 << colour
 
     def remove(self, colour: int) -> None:
+        """Takes a colour from the part that has it."""
         del self.parts[colour]
         self.colours ^= 1 << colour
 

@@ -84,6 +84,7 @@ def chunks_on_tpus(
         return None
 
     def chunk_size(dim: int) -> int:
+        """The size along `dim` of a chunk of a block, if `dim` is divided."""
         return -(-blocks.sizes[dim] // count)
 
     def padding(dim: int) -> tuple[float, int]:
@@ -285,6 +286,7 @@ def in_chunks(
         return _in_order_of_dims(with_chunk)
 
     def move_chunk(index: Any, stored_target: Any) -> Any:
+        """The shard after the move with chunk number `index`."""
         return with_moved_chunk(stored_target, index * chunks.chunk, chunks.chunk)
 
     stored_source = _in_order_of_dims(source.to_stored(shard))

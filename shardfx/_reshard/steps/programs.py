@@ -170,6 +170,7 @@ def run_steps(
     """
 
     def at_once(shard: Array) -> Array:
+        """Moves a shard, or a chunk of one, by all steps."""
         for step in steps:
             shard = _FUNCTIONS[step.kind](shard, step, like, axes)
         return shard
@@ -256,11 +257,13 @@ def _all_gather(
     gathered_dims = [dim for dim, count in enumerate(exchange.counts) if count > 1]
 
     def at_once(shard: Array) -> Array:
+        """Gathers without `join`, which would copy the result once more."""
         if len(gathered_dims) == 1:
             return gather(shard, axis=gathered_dims[0], tiled=True)
         return concatenated(gather(shard), exchange.counts)
 
     def stacked(shard: Array) -> Array:
+        """Gathers along a new dimension, which `join` then removes."""
         return join(gather(shard), exchange)
 
     return _either(shard, at_once, stacked)
@@ -336,6 +339,7 @@ def _all_to_all(
     )
 
     def stacked(shard: Array) -> Array:
+        """Swaps chunks along a new dimension, which `join` then removes."""
         chunks = swap(split(shard, exchange), split_axis=0, concat_axis=0)
         return join(chunks, exchange)
 

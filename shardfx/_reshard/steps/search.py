@@ -312,6 +312,7 @@ class _Half:
         )
 
     def has_settled(self, dims: ShardDims) -> bool:
+        """Whether a layout was taken from the heap of this half."""
         return dims in self.settled.get(self.shards.counts(dims), ())
 
     def pop(self) -> tuple[ShardDims, float]:
@@ -372,6 +373,7 @@ class _State:
         )
 
     def other(self, half: _Half) -> _Half:
+        """The half that is not `half`."""
         return self.backward if half is self.forward else self.forward
 
 

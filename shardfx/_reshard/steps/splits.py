@@ -332,6 +332,7 @@ def refine(
 
 
 def _factor_count(split: Split) -> int:
+    """The number of sub-axes that a split makes of all axes."""
     return sum(map(len, split))
 
 

@@ -371,8 +371,10 @@ def _dtype(name: Any) -> np.dtype:
 
 
 def _texts(values: Any) -> tuple[str, ...]:
+    """Values of a plan's JSON as texts."""
     return tuple(map(str, values))
 
 
 def _ints(values: Any) -> tuple[int, ...]:
+    """Values of a plan's JSON as integers. Other values raise errors."""
     return tuple(map(int, values))

@@ -43,6 +43,7 @@ class Header(NamedTuple):
     length: int
 
     def to_bytes(self) -> bytes:
+        """The header as it is sent."""
         return HEADER.pack(self.type, self.number, self.length)
 
 
@@ -201,6 +202,7 @@ def _crc_tag(nonce: bytes, parts: Sequence[Memory]) -> bytes:
 
 
 def _damaged() -> SyncError:
+    """The error for a frame whose header, checksum or tag is wrong."""
     return SyncError(
         "a frame is not what the other side sent: it was damaged, altered, left out or"
         " repeated on its way; nothing was taken over. Pull again; if it happens again,"
@@ -209,6 +211,7 @@ def _damaged() -> SyncError:
 
 
 def _unexpected(header: Header) -> SyncError:
+    """The error for a frame of a type or length that the protocol has elsewhere."""
     return SyncError(
         f"a frame of type {header.type} with {header.length:,} bytes came where the"
         " protocol has another; nothing was taken over. Pull again."

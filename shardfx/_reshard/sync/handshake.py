@@ -50,6 +50,7 @@ class Suite(NamedTuple):
 
     @property
     def number(self) -> int:
+        """The number by which a hello names the suite: 0, 1 or 2."""
         if self.security == "none":
             return 0
         return 2 if self.encrypt else 1

@@ -65,9 +65,11 @@ class JaxChannel:
         self._is_taken = True
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
+        """Sends the bytes of a round. Both sides count rounds themselves."""
         self._give(np.concatenate(pieces))
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
+        """Receives the bytes of a round into `memories`, one after another."""
         data = self._take(sum(memory.nbytes for memory in memories))
         start = 0
         for memory in memories:
@@ -75,6 +77,7 @@ class JaxChannel:
             start += len(memory)
 
     def commit(self, revision: int | None = None) -> int:
+        """Sends the number of a revision; without one, receives it. Returns it."""
         if revision is None:
             return int.from_bytes(self._take(8).tobytes())
         self._give(np.frombuffer(revision.to_bytes(8), np.uint8))

@@ -40,12 +40,14 @@ class Request(NamedTuple):
     revision: Revision | None
 
     def to_bytes(self) -> bytes:
+        """The message as it is sent."""
         run, number = self.revision or _NONE
         digest = bytes.fromhex(self.digest)
         return _REQUEST.pack(digest, self.revision is not None, run, number)
 
     @staticmethod
     def from_bytes(data: bytes) -> "Request":
+        """Reads what `to_bytes` wrote. Raises `SyncError` for another length."""
         digest, is_there, run, number = _unpacked(_REQUEST, data)
         revision = Revision(run, number) if is_there else None
         return Request(digest=digest.hex(), revision=revision)
@@ -58,11 +60,13 @@ class Offer(NamedTuple):
     is_new: bool
 
     def to_bytes(self) -> bytes:
+        """The message as it is sent."""
         run, number = self.revision or _NONE
         return _OFFER.pack(self.revision is not None, self.is_new, run, number)
 
     @staticmethod
     def from_bytes(data: bytes) -> "Offer":
+        """Reads what `to_bytes` wrote. Raises `SyncError` for another length."""
         is_there, is_new, run, number = _unpacked(_OFFER, data)
         revision = Revision(run, number) if is_there else None
         return Offer(revision=revision, is_new=is_new)
@@ -77,16 +81,19 @@ class Take(NamedTuple):
     check_content: bool
 
     def to_bytes(self) -> bytes:
+        """The message as it is sent."""
         run, number = self.revision
         return _TAKE.pack(run, number, self.check_content)
 
     @staticmethod
     def from_bytes(data: bytes) -> "Take":
+        """Reads what `to_bytes` wrote. Raises `SyncError` for another length."""
         run, number, check_content = _unpacked(_TAKE, data)
         return Take(revision=Revision(run, number), check_content=check_content)
 
 
 def _unpacked(form: struct.Struct, data: bytes) -> tuple:
+    """The values in a message. Raises `SyncError` for one of another length."""
     if len(data) != form.size:
         raise SyncError(
             f"a message of {len(data):,} bytes came where the protocol has"

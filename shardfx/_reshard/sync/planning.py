@@ -332,6 +332,7 @@ def _data_struct(leaf: MovedLeaf) -> Struct:
 
 
 def _spec(leaf: MovedLeaf) -> PartitionSpec:
+    """The spec of an array of a plan, which has a `NamedSharding`."""
     assert isinstance(leaf.sharding, NamedSharding)
     return leaf.sharding.spec
 

@@ -48,6 +48,7 @@ class Published:
         return memory
 
     def dtype_of(self, path: str) -> np.dtype:
+        """The dtype of the array at `path`."""
         return np.dtype(self.leaves[path].shards[0].dtype)
 
     def read(self, path: str, box: Box) -> np.ndarray:

@@ -43,6 +43,7 @@ class SentRange(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The number of bytes of the range."""
         return self.stop - self.start
 
 
@@ -55,6 +56,7 @@ class SentPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The bytes of the part, with its scales, as they are sent."""
         return self.transfers_of_buffers[0].bytes
 
 

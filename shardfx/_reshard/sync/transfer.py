@@ -95,6 +95,7 @@ class TransferPlan:
 
     @property
     def _fields(self) -> PlanFields:
+        """The plan's own fields, without what was computed from them."""
         return PlanFields(**self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
