@@ -405,10 +405,8 @@ def _reduced_window(
     assert node.instruction is not None
     rank = len(shape)
     dtype = arrays_in(instruction.result)[0].dtype
-    local_windows, whole_windows = (
-        window_of(instruction, rank),
-        window_of(node.instruction, rank),
-    )
+    local_windows = window_of(instruction, rank)
+    whole_windows = window_of(node.instruction, rank)
     cuts: list[Cut | None] = []
     for dim in range(rank):
         axis, size = operand.axes[dim], node.operands[0].shape[dim]

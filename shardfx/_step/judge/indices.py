@@ -235,7 +235,10 @@ def _require_whole_columns(
     lookup: _LookupDims,
     node: Node,
 ) -> None:
-    """Raises `Unjudged` if the dimension with the columns of the indices is cut."""
+    """Raises `Unjudged` if the dimension of the indices that has their columns is cut:
+    a column is the index along one dimension of the array. `node` is the value of the
+    lookup.
+    """
     if lookup.vector == len(index.shape):
         return
     axis = index.axes[lookup.vector]

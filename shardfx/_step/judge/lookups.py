@@ -228,10 +228,8 @@ def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
     """
     low, index, last = operands
     assert isinstance(index.idiom, Clamped)
-    lows, lasts = (
-        numbers_by_column(low.known_numbers, index),
-        numbers_by_column(last.known_numbers, index),
-    )
+    lows = numbers_by_column(low.known_numbers, index)
+    lasts = numbers_by_column(last.known_numbers, index)
     if lows is None or lasts is None or index.idiom.low is not None:
         return None
     idiom = Clamped(index.idiom.high, lows, lasts)

@@ -158,11 +158,11 @@ def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None
     low, high, interior = padding_of(_instruction(node))[dim]
     if not (low or high or interior):
         return Move()
-    filled = context.values.nodes[node.operands[1].view.root]
+    padding_node = context.values.nodes[node.operands[1].view.root]
     return Move(
         spread=interior + 1,
         offset=low,
-        padding=scalar_constant(filled),
+        padding=scalar_constant(padding_node),
         operand_size=node.operands[0].shape[dim],
     )
 

@@ -82,7 +82,8 @@ def bitcast(
     shape = array.shape
     if arrays_in(source.result)[0].dtype != array.dtype:
         raise Unjudged("a bitcast to another type")
-    source_order, result_order = _memory_order(source), _memory_order(instruction)
+    source_order = _memory_order(source)
+    result_order = _memory_order(instruction)
     if (
         tuple(sorted(source_order)) == source_order
         and tuple(sorted(result_order)) == result_order
@@ -421,8 +422,9 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
 
 
 def with_absorbed_axes(context: Context, held: Held) -> Held:
-    """The same with the indices in `remaining_axes` added to an axis of the same
-    dimension, or in a free dimension of size 1 in its order.
+    """The same with the indices in `dropped_axes` added to an axis along the same
+    dimension of the value; where there is none, they become an axis of a free dimension
+    of size 1, if that is in the order of the value's dimensions.
     """
     axes = list(held.axes)
     remaining_axes = []

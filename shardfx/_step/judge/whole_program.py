@@ -118,8 +118,9 @@ class _Reader:
         shape: tuple[int, ...],
         operands: tuple[Global, ...],
     ) -> Global:
-        """The array that an instruction of this form makes of `operands`. Its value is
-        numbered, and noted with the sizes that the form leaves out.
+        """The array that an instruction makes of `operands`. Its value is found or made
+        by the key of `form`, and has the dimensions `form.kept`. The value is noted
+        with the sizes that the key leaves out.
         """
         kept_sizes = tuple(shape[position] for position in form.kept)
         node = Node(
@@ -208,8 +209,8 @@ class _Reader:
         """The result of an operation that is no call, as the form of its operands'
         views says.
 
-        The form is that of the first result. Another result of a tuple has the same
-        key with its own number, and the form's dimensions up to its own rank.
+        The form is that of the first result. Another result of a tuple has the same key
+        with its own number, and the form's dimensions up to its own rank.
         """
         shapes = [array.shape for array in arrays_in(instruction.result)]
         views = [operand.view for operand in operands]
