@@ -3,7 +3,7 @@ activation, or of a planned array that gets another target.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
@@ -64,31 +64,15 @@ def decision_for(
             ' "replicate".'
         )
     if isinstance(names_or_spec, PartitionSpec):
-        asked = Decision(names_or_spec)
+        _require_rank(names_or_spec, shape)
+        requested = Decision(names_or_spec)
         units = None
-        if shape is not None and len(entries_of(names_or_spec)) > len(shape):
-            count = len(entries_of(names_or_spec))
-            rank = plural(len(shape), "dimension")
-            fix = (
-                "Inside `jax.vmap` an array lacks the mapped dimension: pass"
-                " `jax.vmap(..., spmd_axis_name=...)`."
-            )
-            raise SpecError(
-                f"{names_or_spec} has {count} entries, but shape {shape} has {rank}."
-                f" {fix}"
-            )
         names_by_dim = ()
     else:
-        names_by_dim, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
+        names_by_dim, requested, units = _resolved(names_or_spec, shape, plan, unmatched)
     # Such as Manual axes, of which a `shard_map` around the call disposes.
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
-    entries: list[Any] = []
-    for entry in entries_of(asked.spec):
-        if entry is not UNCONSTRAINED:
-            axes = [axis for axis in entry_axes(entry) if axis not in held_back]
-            entry = tuple(axes)
-        entries.append(entry)
-    spec = trimmed(entries, asked.spec)
+    spec = _without_axes(requested.spec, held_back)
     if shape is None:
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
@@ -106,13 +90,36 @@ def decision_for(
     # written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
         check_absent(decision.reasons, mesh, plan.axes)
-    reasons = (*asked.reasons, *decision.reasons)
+    reasons = (*requested.reasons, *decision.reasons)
     if strict and reasons:
         raise SpecError(
             f"`strict=True`, and {names_or_spec} would not shard as asked:"
             f" {'; '.join(map(str, reasons))}"
         )
     return Decision(decision.spec, reasons)
+
+
+def _require_rank(spec: PartitionSpec, shape: tuple[int, ...] | None) -> None:
+    """Raises `SpecError` if `spec` has more entries than an array of the shape `shape`
+    has dimensions; `None` for an unknown shape.
+    """
+    count = len(entries_of(spec))
+    if shape is not None and count > len(shape):
+        raise SpecError(
+            f"{spec} has {count} entries, but shape {shape} has"
+            f" {plural(len(shape), 'dimension')}. Inside `jax.vmap` an array lacks the"
+            " mapped dimension: pass `jax.vmap(..., spmd_axis_name=...)`."
+        )
+
+
+def _without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Returns `spec` without these mesh axes in its entries."""
+    entries: list[Any] = []
+    for entry in entries_of(spec):
+        if entry is not UNCONSTRAINED:
+            entry = tuple([axis for axis in entry_axes(entry) if axis not in axes])
+        entries.append(entry)
+    return trimmed(entries, spec)
 
 
 def _require_whole_units(
