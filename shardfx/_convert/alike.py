@@ -47,7 +47,8 @@ def rows_of_alike(
     """
     rank = len(first.target)
     small_shape = box_shape(hull(first))
-    ends = positions + np.array(small_shape, np.int64)
+    # The position behind the last element of each small array, for each dimension.
+    array_stops = positions + np.array(small_shape, np.int64)
     # For each small array, the number of boxes that have a part of it.
     box_counts = np.zeros(len(positions), int)
     # For each box, whether each small array is inside.
@@ -55,11 +56,11 @@ def rows_of_alike(
     for box in boxes:
         intervals = np.array(box, np.int64)
         bounds = intervals.reshape(rank, 2)
-        starts = bounds[:, 0]
-        stops = bounds[:, 1]
-        overlaps = (positions < stops) & (ends > starts)
+        box_starts = bounds[:, 0]
+        box_stops = bounds[:, 1]
+        overlaps = (positions < box_stops) & (array_stops > box_starts)
         box_counts += overlaps.all(-1)
-        fits = (positions >= starts) & (ends <= stops)
+        fits = (positions >= box_starts) & (array_stops <= box_stops)
         is_inside.append(fits.all(-1))
 
     for number, box in enumerate(boxes):

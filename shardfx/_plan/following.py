@@ -412,7 +412,7 @@ class _Follower:
         coefficients of Muon.
         """
         size = array_bytes(tuple(leaf.shape), leaf.dtype)
-        return size <= _FEW_BYTES and path in self.constants.found
+        return size <= _FEW_BYTES and path in self.constants.paths
 
 
 # A constant of fewer bytes has nothing to shard; a larger one may need a rule.

@@ -69,7 +69,9 @@ def decision_for(
         units = None
         names_by_dim = ()
     else:
-        names_by_dim, requested, units = _resolved(names_or_spec, shape, plan, unmatched)
+        names_by_dim, requested, units = _resolved(
+            names_or_spec, shape, plan, unmatched
+        )
     # Such as Manual axes, of which a `shard_map` around the call disposes.
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
     spec = _without_axes(requested.spec, held_back)

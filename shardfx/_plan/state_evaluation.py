@@ -190,7 +190,7 @@ class ConstantPaths:
     flat: Flat
 
     @ft.cached_property
-    def found(self) -> frozenset[str]:
+    def paths(self) -> frozenset[str]:
         """The paths of the arrays in `flat`, the result of `init`, that are constants
         of its program; none if the program has other results than these arrays.
         """
@@ -198,12 +198,12 @@ class ConstantPaths:
         structs = _structs(self.args, None, _ABSENT)
         jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr
         columns = zip(self.flat.paths, self.flat.is_array, strict=True)
-        paths = [path for path, is_array in columns if is_array]
-        if len(paths) != len(jaxpr.outvars):
+        array_paths = [path for path, is_array in columns if is_array]
+        if len(array_paths) != len(jaxpr.outvars):
             return frozenset()
         constants = {id(variable) for variable in jaxpr.constvars}
         constant_paths = []
-        for path, variable in zip(paths, jaxpr.outvars, strict=True):
+        for path, variable in zip(array_paths, jaxpr.outvars, strict=True):
             if id(variable) in constants:
                 constant_paths.append(path)
         return frozenset(constant_paths)
