@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import ProgramError
+from .._ground.keys import is_key
 from .._ground.spec import DType
 from .._step import (
     CALLS,
@@ -200,11 +201,13 @@ class Tape:
             if evaluate_inner is not None:
                 return list(map(_Numbered, *evaluate_inner(equation, arrays, reads)))
             outs = self.applied(jaxpr, equation, arrays)
-            # A result that was rounded, or a PRNG key without a record.
             results = []
             out_numbers = self.recorded_results(equation, outs, reads)
             for number, out in zip(out_numbers, outs, strict=True):
-                results.append(_Numbered(self.values.get(number, out), number))
+                if not is_key(out.dtype):
+                    # The rounded result. A PRNG key has the number of an operand.
+                    out = self.values.get(number, out)
+                results.append(_Numbered(out, number))
             return results
 
         # `evaluated` calls `rule` for each equation, in order.
@@ -251,8 +254,8 @@ class Tape:
         operands, `axes` the mesh axes of a collective, and `counted` the size of the
         dimension that an `iota` counts.
         """
-        if jnp.issubdtype(out.dtype, jax.dtypes.extended):
-            return max(reads, default=-1)  # a PRNG key
+        if is_key(out.dtype):
+            return max(reads, default=-1)
         number = len(self.records)
         record = Record(
             primitive=name,

@@ -174,6 +174,17 @@ def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
     assert "random numbers here hang on the layout" in str(check)
 
 
+def test_a_raw_key_that_is_split_is_a_key_in_the_reference(mesh):
+    def dropped(raw_key, x):
+        first, second = jax.random.split(raw_key)
+        steps = jax.random.randint(first, x.shape, 0, 1000).astype(x.dtype)
+        return jnp.where(jax.random.bernoulli(second, 0.5, x.shape), x * steps, 0)
+
+    x = cut(some(16, 16), "d", "t", mesh=mesh)
+    checked = check_step(jax.jit(dropped), jax.random.PRNGKey(0), x)
+    assert checked, checked
+
+
 def test_a_bfloat16_sum_differs_from_a_float32_reference(mesh):
     def product(x, w):
         return lax.psum((x @ w).astype(jnp.bfloat16), "t").astype(jnp.float32)
