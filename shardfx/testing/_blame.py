@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.spec import DType
-from ._tape import CARRY, Record
+from ._records import CARRY, Record
 
 
 # How the values of devices along one mesh axis form the whole array: as shards of this

@@ -11,7 +11,7 @@ from .._step import Frame, place_text
 from ..cost import traffic
 from ._blame import REDUCTIONS, Compared, Fault
 from ._played import Played
-from ._tape import Record
+from ._records import Record
 
 
 _RANDOM = (

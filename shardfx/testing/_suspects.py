@@ -10,7 +10,8 @@ import numpy as np
 
 from .._ground.spec import axes_of_entries, entries_of, entry_axes
 from .._step import Frame, frames_of, is_library, opened, place_text
-from ._tape import Record, ShardMapBody, Tape
+from ._records import Record, ShardMapBody
+from ._tape import Tape
 
 
 # Sums over devices with one result for all of them.
