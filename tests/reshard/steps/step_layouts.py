@@ -26,57 +26,67 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     values = np.arange(math.prod(shape), dtype=np.int64)
     array = values.reshape(shape)
     plan = redistribute(shape, 64, src, dst)
-    slices = step_layout.slice_numbers(refine(src, dst)[0].layout)
-    held = pieces(array, src, src)
-    nbytes = pieces(array, dst, src)[0].nbytes
-    bytes_of = [held[0].nbytes, nbytes]
-    wire = 0
+    refined_src, _ = refine(src, dst)
+    slices = step_layout.slice_numbers(refined_src.layout)
+    shards = pieces(array, src, src)
+    expected_shards = pieces(array, dst, src)
+    larger_bytes = max(shards[0].nbytes, expected_shards[0].nbytes)
+
+    sent_bytes = 0
     for step in plan.steps:
-        before = held
-        held = simulate(array, held, step, src)
-        wire += step.wire_bytes
-        for mine, right in zip(held, pieces(array, step.target, src), strict=True):
-            np.testing.assert_array_equal(mine, right)
-        expected = math.ceil(crossing(step, src, slices, before[0].nbytes))
-        assert step.dcn_bytes == expected
-        assert step.peak_bytes == before[0].nbytes + held[0].nbytes
-        assert step.peak_bytes <= 2 * max(bytes_of)
-    for mine, right in zip(held, pieces(array, dst, src), strict=True):
-        np.testing.assert_array_equal(mine, right)
-    assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
+        shards_before = shards
+        shards = simulate(array, shards_before, step, src)
+        assert_equal_shards(shards, pieces(array, step.target, src))
+        bytes_before = shards_before[0].nbytes
+        dcn_bytes = crossing(step, src, slices, bytes_before)
+        assert step.dcn_bytes == math.ceil(dcn_bytes)
+        assert step.peak_bytes == bytes_before + shards[0].nbytes
+        assert step.peak_bytes <= 2 * larger_bytes
+        sent_bytes += step.wire_bytes
+
+    assert_equal_shards(shards, expected_shards)
+    assert plan.lower_bound_bytes <= plan.wire_bytes <= sent_bytes
     assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
     peak_bytes = [step.peak_bytes for step in plan.steps]
-    expected = max(peak_bytes, default=max(bytes_of))
-    assert plan.peak_bytes == expected
+    assert plan.peak_bytes == max(peak_bytes, default=larger_bytes)
     return plan
+
+
+def assert_equal_shards(shards, expected_shards):
+    for shard, expected in zip(shards, expected_shards, strict=True):
+        np.testing.assert_array_equal(shard, expected)
 
 
 def crossing(step, like: StepLayout, recorded: np.ndarray, piece_bytes: int) -> float:
     """Bytes that enter a device from other slices, the mean over devices, counted
     device by device.
 
-    `known` says in which slice each device is by the source's factors.
+    `recorded` says in which slice each device is by the source's factors.
     """
-    # The layouts of steps say what is slow by the account of both ends of the move.
-    slices = np.empty(like.size, int)
-    slices[step_layout.positions(like, step.source)] = step_layout.slice_numbers(
-        step.source
-    )
     if step.kind == "slice":
         return 0.0
     if step.kind == "permute":
-        return piece_bytes * float(
-            np.mean(recorded[permutation(step.source, step.target, like)] != recorded)
-        )
+        senders = permutation(step.source, step.target, like)
+        does_cross = recorded[senders] != recorded
+        return piece_bytes * float(np.mean(does_cross))
+
+    # The layouts of steps say what is slow by the account of both ends of the move.
+    slices = np.empty(like.size, int)
+    positions = step_layout.positions(like, step.source)
+    slices[positions] = step_layout.slice_numbers(step.source)
     if step.kind == "all_gather":
-        members = slices[step_groups.all_gather(step.source, step.target, like).groups]
+        groups = step_groups.all_gather(step.source, step.target, like).groups
         # A piece enters a slice once.
-        entries = [len(np.unique(row)) - 1 for row in members]
+        entries = [len(np.unique(row)) - 1 for row in slices[groups]]
         return float(np.mean(entries)) * piece_bytes
+
     groups = step_groups.all_to_all(step.source, step.target, like).groups
-    members = slices[groups]
-    crossings = (members[:, :, None] != members[:, None, :]).sum()
-    return float(crossings / groups.size * piece_bytes / groups.shape[1])
+    _, group_size = groups.shape
+    slices_of_members = slices[groups]
+    senders = slices_of_members[:, :, None]
+    receivers = slices_of_members[:, None, :]
+    crossings = (senders != receivers).sum()
+    return float(crossings / groups.size * piece_bytes / group_size)
 
 
 def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:

@@ -50,104 +50,135 @@ def on_torus(mesh, spec, rank, extents):
     return dataclasses.replace(layout(mesh, spec, rank), network=network)
 
 
+def on_square(spec):
+    """A layout of one dimension on a square of 64 chips, whose rows and columns are
+    rings.
+    """
+    return on_torus(SQUARE, spec, rank=1, extents=(8, 8, 1))
+
+
+def on_cube(spec):
+    """A layout of one dimension on a cube of 64 chips."""
+    return on_torus(CUBE, spec, rank=1, extents=(4, 4, 4))
+
+
+def on_a_switch(step_layout):
+    """The layout without its torus: all devices are equally far apart."""
+    return dataclasses.replace(step_layout, network=None)
+
+
 def kinds_of(plan):
     return [step.kind for step in plan.steps]
 
 
+def link_shares(paths):
+    """The share of the array that the busiest link carries, for each path."""
+    return [time.link_share for time in paths.times]
+
+
 SQUARE = MeshSpec({"a": 8, "b": 8})
+CUBE = MeshSpec({"a": 4, "b": 4, "c": 4})
+# An array whose bytes decide, and not the hops of its messages.
+LARGE = (1 << 24,)
+RING_OF_8 = _chip.Ring(8, True)
+RING_OF_4 = _chip.Ring(4, True)
 
 
 def test_a_transposed_square_gathers_what_fewer_messages_bring():
-    ends = [on_torus(SQUARE, spec, 1, (8, 8, 1)) for spec in (P("a"), P("b"))]
-    plan = redistribute((1 << 24,), 32, *ends)
+    src = on_square(P("a"))
+    dst = on_square(P("b"))
+    plan = redistribute(LARGE, 32, src, dst)
     assert kinds_of(plan) == ["slice", "permute", "all_gather"]
-    on_a_switch = [dataclasses.replace(end, network=None) for end in ends]
-    permuted = redistribute((1 << 24,), 32, *on_a_switch)
+    permuted = redistribute(LARGE, 32, on_a_switch(src), on_a_switch(dst))
     assert kinds_of(permuted) == ["permute"]
     assert permuted.wire_bytes < plan.wire_bytes
-    check((64,), *ends)
+    check((64,), src, dst)
 
 
 def test_a_gather_slices_first_to_use_another_ring():
-    src, dst = (on_torus(SQUARE, spec, 1, (8, 8, 1)) for spec in (P("a"), P()))
-    plan = redistribute((1 << 24,), 32, src, dst)
+    src = on_square(P("a"))
+    dst = on_square(P())
+    plan = redistribute(LARGE, 32, src, dst)
     assert kinds_of(plan) == ["slice", "all_gather"]
     check((64,), src, dst)
     # 63 of 64 parts over the links of two rings, in place of 7 of 8 over those of one.
-    times = [time.link_share for time in paths_between((64,), src, dst).times]
-    assert times == pytest.approx([7 / 16, 63 / 256])
+    shares = link_shares(paths_between((64,), src, dst))
+    assert shares == pytest.approx([7 / 16, 63 / 256])
     # 72 elements have no 64 parts.
     plan = redistribute((72,), 1 << 30, src, dst)
     assert kinds_of(plan) == ["all_gather"]
 
 
 def test_a_gather_over_all_of_three_rings_is_an_all_reduce():
-    mesh = MeshSpec({"a": 4, "b": 4, "c": 4})
-    src, dst = (on_torus(mesh, spec, 1, (4, 4, 4)) for spec in (P("a"), P()))
-    paths = paths_between((64,), src, dst)
+    dst = on_cube(P())
+    paths = paths_between((64,), on_cube(P("a")), dst)
     # 15 of 16 parts over two rings, in place of 3 of 4 over one; over three rings it
     # would be 2 * 63 of 64.
-    links = [time.link_share for time in paths.times]
-    assert links == pytest.approx([3 / 8, 15 / 64])
-    assert paths.paths[1][-1].source.shard_count == 16
-    whole = on_torus(mesh, P(("a", "b", "c")), 1, (4, 4, 4))
-    [time] = paths_between((64,), whole, dst).times
-    assert time.link_share == pytest.approx(2 * 63 / 64 / 6)
+    assert link_shares(paths) == pytest.approx([3 / 8, 15 / 64])
+    last_step = paths.paths[1][-1]
+    assert last_step.source.shard_count == 16
+    divided = on_cube(P(("a", "b", "c")))
+    shares = link_shares(paths_between((64,), divided, dst))
+    assert shares == pytest.approx([2 * 63 / 64 / 6])
 
 
 def test_a_small_array_takes_the_path_of_the_fewest_hops():
-    ends = [on_torus(SQUARE, spec, 1, (8, 8, 1)) for spec in (P("a"), P("b"))]
-    plan = redistribute((64,), 32, *ends)
+    plan = redistribute((64,), 32, on_square(P("a")), on_square(P("b")))
     assert kinds_of(plan) == ["permute"]
 
 
 def test_the_time_of_a_permute_and_of_a_gather():
-    ends = [on_torus(SQUARE, spec, 1, (8, 8, 1)) for spec in (P("a"), P("b"))]
-    network = ends[0].network
+    src = on_square(P("a"))
+    network = src.network
     assert network is not None
-    assert network.rings == ((_chip.Ring(8, True),), (_chip.Ring(8, True),))
-    permuted, *_ = paths_between((64,), *ends).paths
-    time = TorusTimes(ends[0], network).of_path(permuted)
+    assert network.rings == ((RING_OF_8,), (RING_OF_8,))
+    times = TorusTimes(src, network)
+    permuted, *_ = paths_between((64,), src, on_square(P("b"))).paths
+    time = times.of_path(permuted)
     # All messages of a column go to one row first: three from one side of the ring, and
     # half of the one from the other end.
     assert time.link_share == pytest.approx(3.5 / 8)
     assert time.hops == 8
-    whole = on_torus(SQUARE, P(), 1, (8, 8, 1))
-    gathered, *_ = paths_between((64,), ends[0], whole).paths
-    time = TorusTimes(ends[0], network).of_path(gathered)
+    gathered, *_ = paths_between((64,), src, on_square(P())).paths
+    time = times.of_path(gathered)
     assert time.link_share == pytest.approx(7 / 8 / 2)
     assert time.hops == 4
 
 
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}])
 def test_times_are_those_of_seconds(axes):
-    extents = (*axes.values(), *[1] * (3 - len(axes)))
+    sizes = tuple(axes.values())
+    missing_dims = 3 - len(axes)
+    extents = sizes + (1,) * missing_dims
     spec_mesh = MeshSpec(axes)
-    grid = np.array(jax.devices()[:8]).reshape(tuple(axes.values()))
+    grid = np.array(jax.devices()[:8]).reshape(sizes)
     mesh = Mesh(grid, tuple(axes))
-    names = [*axes]
     specs = [P(), P(("a", "b"))]
-    for first, second in it.permutations(names, 2):
-        specs += [P(first, second), P(None, first), P((first, second))]
+    for first, second in it.permutations(axes, 2):
+        specs.append(P(first, second))
+        specs.append(P(None, first))
+        specs.append(P((first, second)))
     rng = random.Random(0)
     shape = (64, 96)
+    dtype = np.dtype(np.float32)
+    nbytes = math.prod(shape) * dtype.itemsize
     moves = 0
     while moves < 6:
-        specs_of_ends = rng.sample(specs, 2)
-        src, dst = (on_torus(spec_mesh, spec, 2, extents) for spec in specs_of_ends)
+        src_spec, dst_spec = rng.sample(specs, 2)
+        src = on_torus(spec_mesh, src_spec, rank=2, extents=extents)
+        dst = on_torus(spec_mesh, dst_spec, rank=2, extents=extents)
         divisible_counts = tuple(math.gcd(size, src.size) for size in shape)
-        [path, *_] = paths_between(divisible_counts, src, dst).paths
+        path, *_ = paths_between(divisible_counts, src, dst).paths
         if all(step.kind == "slice" for step in path):
             continue
         moves += 1
         assert src.network is not None
         time = TorusTimes(src, src.network).of_path(path)
-        predicted = time.seconds(4 * 64 * 96, src.network)
-        on_a_switch = [dataclasses.replace(end, network=None) for end in (src, dst)]
-        plan = redistribute(shape, 32, *on_a_switch)
-        source, target = (NamedSharding(mesh, spec) for spec in specs_of_ends)
+        predicted = time.seconds(nbytes, src.network)
+        plan = redistribute(shape, 32, on_a_switch(src), on_a_switch(dst))
+        source = NamedSharding(mesh, src_spec)
+        target = NamedSharding(mesh, dst_spec)
         program = program_of(plan, 2, source, target)
-        dtype = np.dtype(np.float32)
         compiled = lowered(program, shape, dtype, source, target).compile()
         sent = traffic(compiled, spec_mesh)
         extents_text = "x".join(map(str, extents))
@@ -159,13 +190,13 @@ def test_no_more_bytes_cross_slices_for_less_time():
     mesh = MeshSpec({"s": 2, "a": 4, "b": 4}, dcn={"s": 2})
     moves = 0
     for names in it.permutations(("s", "a", "b", None), 2):
-        specs = [P(name) for name in names]
-        ends = [on_torus(mesh, spec, 1, (4, 4, 1)) for spec in specs]
-        on_a_switch = [dataclasses.replace(end, network=None) for end in ends]
-        fastest = check((64,), *ends)
-        fewest = check((64,), *on_a_switch)
-        large = redistribute((1 << 24,), 32, *ends)
-        fewest_of_large = redistribute((1 << 24,), 32, *on_a_switch)
+        src_name, dst_name = names
+        src = on_torus(mesh, P(src_name), rank=1, extents=(4, 4, 1))
+        dst = on_torus(mesh, P(dst_name), rank=1, extents=(4, 4, 1))
+        fastest = check((64,), src, dst)
+        fewest = check((64,), on_a_switch(src), on_a_switch(dst))
+        large = redistribute(LARGE, 32, src, dst)
+        fewest_of_large = redistribute(LARGE, 32, on_a_switch(src), on_a_switch(dst))
         assert fastest.dcn_bytes <= fewest.dcn_bytes
         assert large.dcn_bytes <= fewest_of_large.dcn_bytes
         moves += large.steps != fewest_of_large.steps
@@ -177,7 +208,7 @@ def test_tpu_devices_tell_their_torus():
     mesh = Mesh(grid.reshape(8, 4), ("a", "b"))
     network = layout(mesh, P("a"), 1).network
     expected = Network(
-        rings=((), (_chip.Ring(4, True),), (_chip.Ring(4, True),)),
+        rings=((), (RING_OF_4,), (RING_OF_4,)),
         link_bytes_per_second=V5P.link_bytes_per_second,
         dcn_bytes_per_second=V5P.dcn_bytes_per_second,
         hop_seconds=V5P.hop_seconds,
