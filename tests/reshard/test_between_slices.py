@@ -15,15 +15,22 @@ from shardfx._reshard.pieces import relay
 SHAPE = (24, 16)
 
 
+def slice_of(device):
+    """The number of a device's slice."""
+    return device.id // 4
+
+
 @pytest.fixture
 def two_slices(monkeypatch):
     """Devices 0 to 3 are in one slice, and devices 4 to 7 in another."""
 
     def slices(devices):
-        members = {}
+        positions_by_slice = {}
         for position, device in enumerate(np.ravel(devices)):
-            members.setdefault(device.id // 4, []).append(position)
-        return tuple(tuple(members[number]) for number in sorted(members))
+            positions = positions_by_slice.setdefault(slice_of(device), [])
+            positions.append(position)
+        numbers = sorted(positions_by_slice)
+        return tuple(tuple(positions_by_slice[number]) for number in numbers)
 
     clear_caches()
     monkeypatch.setattr(topology, "slices", slices)
@@ -34,6 +41,33 @@ def two_slices(monkeypatch):
 def sharding(numbers, sizes, spec):
     devices = np.array(jax.devices())[list(numbers)].reshape(sizes)
     return NamedSharding(Mesh(devices, ("a", "b", "c")[: len(sizes)]), spec)
+
+
+def on_first_slice(spec):
+    """A sharding over the four devices of the first slice, as one axis."""
+    return sharding(numbers=range(4), sizes=(4,), spec=spec)
+
+
+def on_second_slice(spec):
+    """A sharding over the four devices of the second slice, as one axis."""
+    return sharding(numbers=range(4, 8), sizes=(4,), spec=spec)
+
+
+def on_square_of_second_slice(spec):
+    """A sharding over the four devices of the second slice, as two axes."""
+    return sharding(numbers=range(4, 8), sizes=(2, 2), spec=spec)
+
+
+def move_by_programs(x, target):
+    """The planned move of an array whose pieces programs send."""
+    return move_of(
+        shape=x.shape,
+        dtype=x.dtype,
+        src=x.sharding,
+        dst=target,
+        lost=(),
+        copies=False,
+    )
 
 
 def array(source, shape=SHAPE, dtype=jnp.float32):
@@ -47,8 +81,8 @@ def leaf_of(x, target):
 
 
 def test_an_element_enters_a_slice_once(two_slices):
-    x = array(sharding(range(4), (4,), P("a")))
-    target = sharding(range(4, 8), (2, 2), P("a"))
+    x = array(on_first_slice(P("a")))
+    target = on_square_of_second_slice(P("a"))
     leaf = leaf_of(x, target)
     # Each of four devices needs half of the array. A quarter comes from the other
     # slice, and a quarter from the device that holds the same half.
@@ -61,6 +95,7 @@ def test_an_element_enters_a_slice_once(two_slices):
     np.testing.assert_array_equal(moved, x)
 
 
+# The numbers of the devices, the sizes of the mesh, and the spec.
 TARGETS = [
     (range(4, 8), (2, 2), P()),
     (range(4, 8), (4,), P()),
@@ -77,7 +112,7 @@ TARGETS = [
 def test_values_arrive_and_no_more_bytes_cross(two_slices, target, dtype):
     target = sharding(*target)
     for source in (
-        sharding(range(4), (4,), P("a")),
+        on_first_slice(P("a")),
         sharding(range(4), (2, 2), P(None, "b")),
         sharding((0, 1, 4), (3,), P("a")),
     ):
@@ -87,7 +122,7 @@ def test_values_arrive_and_no_more_bytes_cross(two_slices, target, dtype):
         np.testing.assert_array_equal(moved, x)
         leaf = leaf_of(x, target)
         assert leaf.dcn_bytes <= leaf.wire_bytes
-        assembly = move_of(SHAPE, x.dtype, source, target, (), False).assembly
+        assembly = move_by_programs(x, target).assembly
         assert assembly is not None
         most_bytes = crossing(source, target) * x.nbytes
         if spread_of(assembly) is None:
@@ -100,15 +135,16 @@ def crossing(source, target):
     """How many times the array crosses if each device receives what it lacks from the
     other slice by itself.
     """
-    shards = target.addressable_devices_indices_map(SHAPE)
+    source_shards = source.addressable_devices_indices_map(SHAPE)
+    target_shards = target.addressable_devices_indices_map(SHAPE)
     elements = 0
-    for device, index in shards.items():
-        box = np.zeros(SHAPE, bool)
-        box[index] = True
-        for other, held in source.addressable_devices_indices_map(SHAPE).items():
-            if other.id // 4 == device.id // 4:
-                box[held] = False
-        elements += box.sum()
+    for receiver, target_index in target_shards.items():
+        is_lacking = np.zeros(SHAPE, bool)
+        is_lacking[target_index] = True
+        for holder, source_index in source_shards.items():
+            if slice_of(holder) == slice_of(receiver):
+                is_lacking[source_index] = False
+        elements += is_lacking.sum()
     return elements / np.prod(SHAPE)
 
 
@@ -120,8 +156,8 @@ def test_a_replica_in_the_same_slice_sends(two_slices):
 
 
 def test_shards_that_nothing_divides_move_at_once(two_slices):
-    x = array(sharding(range(4), (4,), P()), shape=(3, 5))
-    target = sharding(range(4, 8), (4,), P())
+    x = array(on_first_slice(P()), shape=(3, 5))
+    target = on_second_slice(P())
     leaf = leaf_of(x, target)
     assert leaf.steps == ()
     assert leaf.dcn_bytes == x.nbytes
@@ -129,10 +165,10 @@ def test_shards_that_nothing_divides_move_at_once(two_slices):
 
 
 def test_a_limit_and_donation_hold(two_slices):
-    x = array(sharding(range(4), (4,), P("a")), shape=(64, 64))
+    x = array(on_first_slice(P("a")), shape=(64, 64))
     expected = np.asarray(x)
-    target = sharding(range(4, 8), (2, 2), P())
-    move = move_of(x.shape, x.dtype, x.sharding, target, (), False)
+    target = on_square_of_second_slice(P())
+    move = move_by_programs(x, target)
     assert move.assembly is not None
     assert spread_of(move.assembly) is not None
     assert move.least_bytes < move.extra_bytes
@@ -145,16 +181,16 @@ def test_a_limit_and_donation_hold(two_slices):
 
 def test_keys_enter_once(two_slices):
     keys = jax.random.split(jax.random.key(0), 8)
-    x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
-    target = sharding(range(4, 8), (4,), P())
+    x = jax.device_put(keys, on_first_slice(P("a")))
+    target = on_second_slice(P())
     moved = through_programs(x, target)
     assert moved.sharding.is_equivalent_to(target, 1)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
 
 
 def test_through_a_map_an_element_enters_once(two_slices):
-    x = array(sharding(range(4), (4,), P("a")))
-    target = sharding(range(4, 8), (4,), P())
+    x = array(on_first_slice(P("a")))
+    target = on_second_slice(P())
     structs = {"t": jax.ShapeDtypeStruct(SHAPE[::-1], x.dtype, sharding=target)}
     turn = TreeMap({"t": From("w").T})
     [leaf] = plan_reshard({"w": x}, structs, map=turn).leaves
@@ -181,15 +217,16 @@ def relays_of_any_size(two_slices, monkeypatch):
 
 def entering(source, target, shape):
     """How many elements enter slices if each enters a slice once."""
-    needed = np.zeros((2, *shape), bool)
-    for device, index in target.devices_indices_map(shape).items():
-        needed[device.id // 4][index] = True
-    for device, index in source.devices_indices_map(shape).items():
-        needed[device.id // 4][index] = False
-    return needed.sum()
+    is_lacking = np.zeros((2, *shape), bool)
+    for receiver, index in target.devices_indices_map(shape).items():
+        is_lacking[slice_of(receiver)][index] = True
+    for holder, index in source.devices_indices_map(shape).items():
+        is_lacking[slice_of(holder)][index] = False
+    return is_lacking.sum()
 
 
-# Slices end inside of mesh axes, or the replicas do not divide the shards.
+# Slices end inside of mesh axes, or the replicas do not divide the shards. Behind the
+# fields of a target stands the shape of the array.
 UNEVEN = [
     (range(1, 7), (3, 2), P(), SHAPE),
     (range(1, 7), (3, 2), P("b"), SHAPE),
@@ -205,12 +242,12 @@ UNEVEN = [
 def test_relays_let_each_element_enter_a_slice_once(relays_of_any_size, target):
     *where, shape = target
     target = sharding(*where)
-    source = sharding(range(4), (4,), P())
+    source = on_first_slice(P())
     if shape[0] % 4 == 0:
         source = sharding((3, 1, 0, 7), (4,), P("a"))
     for dtype in (jnp.bfloat16, jnp.int4):
         x = array(source, shape, dtype)
-        move = move_of(shape, x.dtype, source, target, (), False)
+        move = move_by_programs(x, target)
         assert move.assembly is not None
         # Parts of 4-bit elements are whole bytes.
         if dtype == jnp.bfloat16:
@@ -221,10 +258,10 @@ def test_relays_let_each_element_enter_a_slice_once(relays_of_any_size, target):
 
 
 def test_relays_keep_limits_and_plans_count_them(relays_of_any_size):
-    x = array(sharding(range(4), (4,), P("a")), (64, 60))
+    x = array(on_first_slice(P("a")), (64, 60))
     expected = np.asarray(x)
     target = sharding(range(2, 8), (2, 3), P())
-    move = move_of(x.shape, x.dtype, x.sharding, target, (), False)
+    move = move_by_programs(x, target)
     assert move.assembly is not None
     assert move.assembly.relay is not None
     assert move.least_bytes < move.extra_bytes
@@ -240,7 +277,7 @@ def test_relays_keep_limits_and_plans_count_them(relays_of_any_size):
 
 
 def test_relays_serve_maps_and_keys(relays_of_any_size):
-    x = array(sharding(range(4), (4,), P("a")))
+    x = array(on_first_slice(P("a")))
     target = sharding(range(1, 7), (3, 2), P("b"))
     struct = jax.ShapeDtypeStruct((16, 48), jnp.bfloat16, sharding=target)
     repeated = From("w").T.repeat(2, dim=1, unit=3).cast("bfloat16")
@@ -252,15 +289,15 @@ def test_relays_serve_maps_and_keys(relays_of_any_size):
     np.testing.assert_array_equal(moved["t"], rules.apply({"w": np.asarray(x)})["t"])
 
     keys = jax.random.split(jax.random.key(0), 8)
-    x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
+    x = jax.device_put(keys, on_first_slice(P("a")))
     target = sharding(range(1, 7), (3, 2), P())
     moved = through_programs(x, target)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
 
 
 def test_few_bytes_are_not_relayed(two_slices):
-    x = array(sharding(range(4), (4,), P()))
+    x = array(on_first_slice(P()))
     target = sharding(range(1, 7), (3, 2), P())
-    move = move_of(SHAPE, x.dtype, x.sharding, target, (), False)
+    move = move_by_programs(x, target)
     assert move.assembly is not None
     assert move.assembly.relay is None
