@@ -177,26 +177,7 @@ def constrain(
     )
     if isinstance(x, Tracer):
         decision = _explicit_axes_first(decision, free_axis_types, strict)
-        # The type of a value may have a mesh because the function closes over an array
-        # on it. The program may still run on one device.
-        if (
-            isinstance(mesh, AbstractMesh)
-            and not mesh.manual_axes
-            and jax.sharding.get_abstract_mesh().empty
-        ):
-            # Its lowering raises if the program is for another number of devices.
-            x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
-        # JAX refuses Auto axes in a `reshard`, and Explicit axes in a constraint.
-        for axis_type, constraint in (
-            (AxisType.Explicit, jax.sharding.reshard),
-            (AxisType.Auto, jax.lax.with_sharding_constraint),
-        ):
-            axes = [
-                name for name in free_axis_types if free_axis_types[name] == axis_type
-            ]
-            if axes:
-                spec = _spec_over(decision.spec, axes, axis_type)
-                x = constraint(x, NamedSharding(mesh, spec))
+        x = _constrained_in_jit(x, decision.spec, mesh, free_axis_types)
     else:
         x = _constrained_outside_jit(x, decision.spec, mesh)
     if explain:
@@ -309,6 +290,36 @@ def _spec_over(
         else:
             entries.append(tuple(axis for axis in entry_axes(entry) if axis in axes))
     return trimmed(entries)
+
+
+def _constrained_in_jit(
+    x: Any,
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    axis_types: dict[str, AxisType],
+) -> Any:
+    """The traced array `x` with the sharding `spec` over `mesh`. `axis_types` has the
+    type of each mesh axis that is not Manual.
+    """
+    # The type of a value may have a mesh because the function closes over an array on
+    # it. The program may still run on one device.
+    if (
+        isinstance(mesh, AbstractMesh)
+        and not mesh.manual_axes
+        and jax.sharding.get_abstract_mesh().empty
+    ):
+        # Its lowering raises if the program is for another number of devices.
+        x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
+    # JAX refuses Auto axes in a `reshard`, and Explicit axes in a constraint.
+    for axis_type, constraint in (
+        (AxisType.Explicit, jax.sharding.reshard),
+        (AxisType.Auto, jax.lax.with_sharding_constraint),
+    ):
+        axes = [name for name in axis_types if axis_types[name] == axis_type]
+        if axes:
+            spec_over_axes = _spec_over(spec, axes, axis_type)
+            x = constraint(x, NamedSharding(mesh, spec_over_axes))
+    return x
 
 
 def _constrained_outside_jit(

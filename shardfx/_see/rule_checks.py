@@ -160,25 +160,12 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     # For each name, how many arrays have each size, and the size of most arrays.
     counts = _size_counts(groups, right_names)
     usual_sizes = _usual_sizes(counts)
+    # The groups with a dimension of this name and size, if the usual size contradicts.
     contradictions: dict[tuple[str, int], list[Group]] = {}
     for number, group in enumerate(groups):
         if number in right_orders:
-            message = (
-                f"the names {names[number]} stand on shape {group.row.shape}; elsewhere"
-                " these names have the sizes that they would have here in the order"
-                f" {right_orders[number]}"
-            )
-            if number in turned:
-                message = _turned_text(names[number], group, turned[number])
-            fix = subject.fix(group, right_orders[number], right_orders[number])
-            yield Finding(
-                code="contradicted-name",
-                severity="warning",
-                where=group.where,
-                bytes=0,
-                message=message,
-                fix=fix,
-            )
+            right_order = right_orders[number]
+            yield _wrong_order(subject, group, right_order, turned.get(number))
             continue
         for name, size in _named_sizes(names[number], group.row.shape):
             is_contradicted = size % usual_sizes[name] and usual_sizes[name] % size
@@ -206,6 +193,33 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 message=message,
                 fix=fix,
             )
+
+
+def _wrong_order(
+    subject: Subject,
+    group: Group,
+    right_order: Names,
+    turned: Turned | None,
+) -> Finding:
+    """The finding about arrays whose logical names are in a wrong order. `turned` says
+    which other array tells, if their names are exchanged.
+    """
+    names = group.row.names or ()
+    message = (
+        f"the names {names} stand on shape {group.row.shape}; elsewhere"
+        " these names have the sizes that they would have here in the order"
+        f" {right_order}"
+    )
+    if turned is not None:
+        message = _turned_text(names, group, turned)
+    return Finding(
+        code="contradicted-name",
+        severity="warning",
+        where=group.where,
+        bytes=0,
+        message=message,
+        fix=subject.fix(group, right_order, right_order),
+    )
 
 
 def _orders(

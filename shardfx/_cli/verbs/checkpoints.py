@@ -107,10 +107,23 @@ def convert(
             f"writing {target!r}",
             lambda: checkpoint.save(target, tree, whole_plan, **options),
         )
+    _answer(json_file, target, target_structs, dry_run=dry_run)
+
+
+def _answer(
+    json_file: str | None,
+    target: str,
+    structs: Mapping[str, Any],
+    *,
+    dry_run: bool,
+) -> None:
+    """Prints the arrays that are written to `target`, or that would be in a `dry_run`,
+    or writes them as JSON. `structs` has a ShapeDtypeStruct for each path.
+    """
     total_bytes = 0
     arrays = []
     cells = [("path", "array")]
-    for path, leaf in target_structs.items():
+    for path, leaf in structs.items():
         total_bytes += math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
         arrays.append({"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)})
         cells.append((path, array_text(leaf.dtype, leaf.shape)))
@@ -119,7 +132,7 @@ def convert(
     if dry_run:
         written = None
         end = f" would be written to {target}."
-    count_text = plural(len(target_structs), "array")
+    count_text = plural(len(structs), "array")
     total_line = f"{count_text}, {bytes_text(total_bytes)}{end}"
     lines = [*table(cells, right=()), "", total_line]
     data = {"written": written, "bytes": total_bytes, "arrays": arrays}
