@@ -226,11 +226,14 @@ class Context(NamedTuple):
 def view_of(held: Held) -> View:
     """The view of the value, as the whole program has it: a dimension of size 1 that
     holds the first element counts as one along which nothing changes. Raises `Unjudged`
-    if devices hold padding along a dimension that the view lacks, which is no element
-    of the value.
+    if some devices hold padding in the place of such a dimension, which the view lacks:
+    they have no element of the value.
     """
-    if any(axis.cut.has_holes for axis in held.dropped_axes):
-        raise Unjudged("a reshape that drops a dimension of padding")
+    for axis in held.dropped_axes:
+        # Another index than 0 is none of a dimension of size 1, and the whole program
+        # has no view without a longer one.
+        if axis.cut.has_holes and not (axis.cut.starts > 0).any():
+            raise Unjudged("a reshape that drops a dimension of padding")
     dims = [
         None if axis is None or axis.cut.is_first_element else axis.dim
         for axis in held.axes
