@@ -18,6 +18,7 @@ from ._auto_axes import auto_axes as auto_axes
 from ._auto_plan import AutoPlan as AutoPlan
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step
+from ._limits import Limits as Limits
 from ._name_axes import (
     NamedAxes as NamedAxes,
     NamedAxis as NamedAxis,
@@ -25,4 +26,3 @@ from ._name_axes import (
 )
 from ._plan import plan as plan
 from ._search import search as search
-from ._space import Limits as Limits

@@ -27,11 +27,12 @@ from ._asked import (
     without_shardings,
 )
 from ._candidate import Candidate, comparison_texts, rank, without_twins
+from ._limits import Limits
 from ._measured import devices_for, measured
 from ._namer import named_classes
 from ._programs import LoweredStep, Tell
 from ._scheduled import settled, target_for
-from ._space import MODEL, Limits, Space, by_hand, fastest, neighbours
+from ._space import MODEL, Space, by_hand, fastest, neighbours
 from ._trials import Trials
 
 
