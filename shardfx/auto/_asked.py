@@ -24,6 +24,7 @@ from .._ground.errors import (
     PlanMismatchError,
     RuleError,
     of_argument,
+    whole_number,
 )
 from .._ground.tree import Flat, flatten
 from .._step import (
@@ -90,6 +91,11 @@ def search_options(
     and `targets` the two parts of a text such as "tpu:v5e:2x4*3", and `extents` the
     chips along each dimension of one slice.
     """
+    if (whole_number(slices) or 0) < 1:
+        raise MeshError(
+            f"`slices={slices!r:.40}` is no number of slices, 1 or more; leave it out for"
+            " one slice, or write `slices=2`."
+        )
     # "tpu:v5e:2x4*3" is three times the devices "tpu:v5e:2x4".
     repeated = devices
     repetitions = 1
@@ -107,7 +113,7 @@ def search_options(
     options = _unrepeated_options(repeated, chip)
     total = options.total * repetitions
     slice_count = max(slices, repetitions)
-    if slice_count < 1 or total % slice_count:
+    if total % slice_count:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
             " many."

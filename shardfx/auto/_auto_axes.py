@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .._arrays import constrain
+from .._ground.errors import LeafTypeError
 from .._ground.misuse import called
 from .._ground.tree import is_array_type
 from .._plan import ShardPlan, check_plan, correct, plan as plan_of
@@ -59,8 +60,9 @@ def auto_axes(
 
     **Raises:**
 
-    `RuleError` and `UnmatchedError` for names without rules, `SpecError` for a number
-    of names that is not the number of dimensions.
+    `LeafTypeError` for what is no function; `RuleError` and `UnmatchedError` for names
+    without rules; `SpecError` for a number of names that is not the number of
+    dimensions.
 
     !!! Example
 
@@ -83,6 +85,11 @@ def auto_axes(
         assert jax.typeof(y).sharding.spec == jax.P("data", "tensor")
         ```
     """
+    if not callable(function):
+        raise LeafTypeError(
+            f"`function` must be a function, not {type(function).__name__}; pass"
+            " `auto_axes(function, plan, out=names)`."
+        )
     check_plan("plan", plan)
 
     @ft.wraps(function)

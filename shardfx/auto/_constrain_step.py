@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import MeshError, RuleError, check_type
+from .._ground.errors import LeafTypeError, MeshError, RuleError, check_type
 from .._ground.misuse import called
 from .._ground.spec import entry_axes
 from .._plan import correct
@@ -90,8 +90,8 @@ def constrain_step(
 
     **Raises:**
 
-    `MeshError` for Manual axes, and for Explicit axes if no argument is on the mesh or
-    if they are on another one;
+    `LeafTypeError` for a step that is no function; `MeshError` for Manual axes, and for
+    Explicit axes if no argument is on the mesh or if they are on another one;
     `RuleError` for mesh axes that the mesh lacks, and, when the step is traced, for
     rules whose names are none of the step's, if nothing is then sharded over their mesh
     axes.
@@ -119,6 +119,11 @@ def constrain_step(
         params = shardfx.filter_jit(laid, out_shardings=plans[0])(params, x)
         ```
     """
+    if not callable(step):
+        raise LeafTypeError(
+            f"`step` must be a function, not {type(step).__name__}; pass"
+            " `constrain_step(step, mesh, rules)`."
+        )
     _require_rules(rules)
     mesh_spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, mesh_spec)

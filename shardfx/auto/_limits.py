@@ -1,8 +1,9 @@
 """The limits that a user sets to the candidates of a search."""
 
 import dataclasses
+from collections.abc import Callable
 
-from .._ground.errors import RuleError
+from .._ground.errors import RuleError, whole_number
 from .._rules import AxisRules
 
 
@@ -41,7 +42,30 @@ class Limits:
     rules: AxisRules | None = None
 
     def __post_init__(self):
-        """Raises `RuleError` for limits that contradict each other or say nothing."""
+        """Raises `RuleError` for limits that are of a wrong type, contradict each other,
+        or say nothing.
+        """
+        _require_entries("never", self.never, _is_name, 'names, `never=("batch",)`')
+        _require_entries("always", self.always, _is_name, 'names, `always=("batch",)`')
+        _require_entries(
+            "least",
+            self.least,
+            _is_pair,
+            'pairs of a name and a number, `least=(("batch", 8),)`',
+        )
+        _require_entries(
+            "axes",
+            self.axes,
+            lambda axis: _is_name(axis) or _is_pair(axis),
+            'names, or of pairs of a name and a size, `axes=("data",)`',
+        )
+        if isinstance(self.free_bytes, bool) or not isinstance(
+            self.free_bytes, int | float
+        ):
+            raise RuleError(
+                f"`free_bytes={self.free_bytes!r:.40}` is no number of bytes; write"
+                " `free_bytes=2**30`."
+            )
         wanted = {*self.always, *(name for name, _ in self.least)}
         both = sorted(wanted.intersection(self.never))
         if both:
@@ -73,3 +97,31 @@ class Limits:
         for axis in self.axes:
             pairs.append((axis, None) if isinstance(axis, str) else axis)
         return tuple(pairs)
+
+
+def _is_name(entry: object) -> bool:
+    return isinstance(entry, str)
+
+
+def _is_pair(entry: object) -> bool:
+    """Whether an entry is a pair of a name and an integer."""
+    if not isinstance(entry, tuple | list) or len(entry) != 2:
+        return False
+    name, number = entry
+    return _is_name(name) and whole_number(number) is not None
+
+
+def _require_entries(
+    field: str,
+    entries: object,
+    is_valid: Callable[[object], bool],
+    example: str,
+) -> None:
+    """Raises `RuleError` unless the limit `field` is a tuple of valid entries. A text is
+    none: its entries would be letters. `example` ends the sentence.
+    """
+    if not isinstance(entries, tuple | list) or not all(map(is_valid, entries)):
+        what, _, code = example.partition(", `")
+        raise RuleError(
+            f"`{field}={entries!r:.80}` must be a tuple of {what}; write `{code}."
+        )

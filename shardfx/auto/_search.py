@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import PyTree
 
 from .. import chips
-from .._ground.errors import MeshError, ProgramError, RuleError
+from .._ground.errors import MeshError, ProgramError, RuleError, check_type
 from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
@@ -381,6 +381,19 @@ def opened_search(
     if options.total == 1:
         raise MeshError(
             "one device needs no plan: `search` chooses how several share the work."
+        )
+    check_type(
+        what="limits",
+        value=limits,
+        expected=Limits,
+        error=RuleError,
+        fix="write `limits=shardfx.auto.Limits(never=(...))`",
+    )
+    are_rules = isinstance(also, Sequence)
+    if not are_rules or not all(isinstance(rules, AxisRules) for rules in also):
+        raise RuleError(
+            f"`also`, of type {type(also).__name__}, must be a sequence that holds"
+            " `AxisRules` alone; write `also=[rules]`."
         )
     require_arrays(args)
     tell("propagating axis assignments through the step")
