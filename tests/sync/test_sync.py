@@ -3,6 +3,7 @@ nothing written by what is damaged.
 """
 
 import dataclasses
+import itertools as it
 import json
 import random
 import threading
@@ -21,7 +22,7 @@ from maps import maps, same, written
 from sync_jobs import SIZES, bits, job, mesh, planned, sha256
 
 import shardfx
-from shardfx import From, MeshSpec, TreeMap
+from shardfx import From, MeshSpec, ShardPlan, TreeMap
 from shardfx._convert import target_view
 from shardfx._reshard.sync import contents, scheduling, spare
 from shardfx._reshard.sync.kinds import FIRST_POSITION
@@ -439,6 +440,24 @@ def test_two_senders_may_ask_for_two_buffers_of_one_leaf(monkeypatch):
         first = memory.memory(0, 0)
         shapes = {future.result().shape for future in second}
     assert shapes == {first.shape} == {(8, 4)}
+
+
+def test_receivers_of_one_plan_may_start_at_once(monkeypatch):
+    """Another one starts whenever the first looks its layout of memory up."""
+    tree, _, first, plan = halves()
+    others = [planned(tree, {"w": P(None, "b")}, mesh(start)) for start in (0, 2)]
+    another = it.cycle(others)
+    hash_of = ShardPlan.__hash__
+    assert hash_of is not None
+
+    def interrupted(sharding_plan):
+        if sharding_plan is first:
+            spare.layout_of(plan, next(another), 0)
+        return hash_of(sharding_plan)
+
+    monkeypatch.setattr(ShardPlan, "__hash__", interrupted)
+    layout = spare.layout_of(plan, first, 0)
+    assert layout.targets[0].sharding == first.shardings["w"]
 
 
 def test_content_shows_a_wrong_offset_on_both_sides():

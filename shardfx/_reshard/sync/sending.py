@@ -311,13 +311,15 @@ def _rows_of_leaves(
     for leaf in plan.leaves:
         layouts = tuple(arrays.leaves[name].layout for name in leaf.source_paths)
         rows_key = (leaf.kind, layouts)
-        if rows_key not in rows_by_layout:
+        # Another thread may clear the cache at any time.
+        rows = rows_by_layout.get(rows_key)
+        if rows is None:
             compiler = _Compiler(plan.kinds[leaf.kind], leaf, arrays)
-            rows = planned.rows_of_kind[leaf.kind]
+            rows = tuple(map(compiler.row, planned.rows_of_kind[leaf.kind]))
             if len(rows_by_layout) >= _MOST_LAYOUTS:
                 rows_by_layout.clear()
-            rows_by_layout[rows_key] = tuple(map(compiler.row, rows))
-        rows_of_leaves.append(rows_by_layout[rows_key])
+            rows_by_layout[rows_key] = rows
+        rows_of_leaves.append(rows)
     return rows_of_leaves
 
 

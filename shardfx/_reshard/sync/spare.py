@@ -217,7 +217,9 @@ def layout_of(plan: TransferPlan, dst: ShardPlan, receiver: int) -> MemoryLayout
     """The layout of memory for the arrays of `dst`, from the plan's cache."""
     key = ("memory", receiver)
     layouts: Any = plan.known.setdefault(key, {})
-    if dst not in layouts:
+    # Another thread may clear the cache at any time.
+    layout = layouts.get(dst)
+    if layout is None:
         targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
         _require_same(plan, targets, receiver)
         layout = MemoryLayout(
@@ -225,7 +227,7 @@ def layout_of(plan: TransferPlan, dst: ShardPlan, receiver: int) -> MemoryLayout
         )
         layouts.clear()
         layouts[dst] = layout
-    return layouts[dst]
+    return layout
 
 
 def _require_same(
