@@ -123,12 +123,13 @@ def _run(
             results, _machine.machine(devices), _machine.versions(), flags.quick
         )
         flags.json.write_text(document)
-    failed = [
-        f"{name}: {r.name}: {r.failed}"
-        for name, records in results.items()
-        for r in records
-        if r.failed
-    ]
+    failed = []
+    for name, records in results.items():
+        failed += [
+            f"{name}: {record.name}: {record.failed}"
+            for record in records
+            if record.failed
+        ]
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)
     if not failed:

@@ -99,11 +99,8 @@ def census(
     else:
         large = ((2048, 2048), np.dtype(np.float32))
     if odd:
-        kinds = [
-            (shape, jnp.dtype(dtype))
-            for dtype in (jnp.bfloat16, jnp.float32)
-            for shape in _ODD
-        ]
+        dtypes = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+        kinds = [(shape, dtype) for dtype, shape in itertools.product(dtypes, _ODD)]
     else:
         kinds = [large]
     rng = random.Random(21562)
@@ -111,11 +108,9 @@ def census(
     layouts = [sharding_of(devices, end) for end in every_layout(len(devices))]
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
-        (shape, dtype), src, dst = (
-            kinds[len(rows) % len(kinds)],
-            rng.choice(layouts),
-            rng.choice(layouts),
-        )
+        shape, dtype = kinds[len(rows) % len(kinds)]
+        src = rng.choice(layouts)
+        dst = rng.choice(layouts)
         if planned(shape, dtype, src, dst).steps:
             rows.append(
                 _row(
@@ -238,8 +233,9 @@ def _link_seconds(
 
 
 def _text(end: NamedSharding) -> str:
-    entries = ", ".join("".join(entry) if entry else "-" for entry in end.spec)
-    return f"({entries}) on {'x'.join(str(size) for size in end.mesh.shape.values())}"
+    entries = ", ".join("".join(entry or "-") for entry in end.spec)
+    sizes = "x".join(str(size) for size in end.mesh.shape.values())
+    return f"({entries}) on {sizes}"
 
 
 def _checked(
@@ -313,10 +309,10 @@ def _spread(text: str, factors: Sequence[float]) -> dict[str, Value]:
     counts: dict[str, Value] = {f"{text}: pairs at {FACTORS[0]}x": total}
     for low, high in itertools.pairwise((*FACTORS, math.inf)):
         many = sum(low < factor <= high for factor in factors)
-        counts[
-            f"{text}: pairs above"
-            f" {low}x{'' if high == math.inf else f', up to {high}x'}"
-        ] = many
+        bounds = f"{low}x"
+        if high != math.inf:
+            bounds += f", up to {high}x"
+        counts[f"{text}: pairs above {bounds}"] = many
     return counts
 
 

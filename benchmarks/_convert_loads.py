@@ -57,7 +57,10 @@ def checkpoint_folder(mebibytes: int) -> Path:
 def _leaves(rule: From) -> list[str]:
     if rule.op == "leaf":
         return [rule.path]
-    return [path for part in rule.of for path in _leaves(part)]
+    paths = []
+    for part in rule.of:
+        paths += _leaves(part)
+    return paths
 
 
 def _by_hand(file: Path, shardings: Any) -> Any:

@@ -76,23 +76,23 @@ def _origins(path: str, layer: int) -> list[tuple[str, int]]:
         return [("layers/norm", row) for row in range(WIDTH)]
     if name == "gate_up":
         step = FEED // SHARDS
-        return [
-            (f"layers/{part}", s * step + r)
-            for s in range(SHARDS)
-            for part in ("gate", "up")
-            for r in range(step)
-        ]
+        origins = []
+        for shard in range(SHARDS):
+            for part in ("gate", "up"):
+                origins += _rows_from(part, shard * step, step)
+        return origins
     step = HEADS * SIZE // SHARDS
     times = SHARDS // KEYS
     origins = []
-    for s in range(SHARDS):
-        origins += [("layers/q", s * step + r) for r in range(step)]
-        origins += [
-            (f"layers/{part}", s // times * SIZE + r)
-            for part in ("k", "v")
-            for r in range(SIZE)
-        ]
+    for shard in range(SHARDS):
+        origins += _rows_from("q", shard * step, step)
+        for part in ("k", "v"):
+            origins += _rows_from(part, shard // times * SIZE, SIZE)
     return origins
+
+
+def _rows_from(part: str, start: int, count: int) -> list[tuple[str, int]]:
+    return [(f"layers/{part}", row) for row in range(start, start + count)]
 
 
 def _lacking(

@@ -90,7 +90,7 @@ def boundary() -> Mapping[str, Value]:
         for count, gib in counted.items()
     }
     live = published["compiler"]["live_gib"]["7"]
-    (first, second), slope = sorted(counted)[:2], 0.0
+    first, second = sorted(counted)[:2]
     slope = (counted[second] - counted[first]) / (second - first)
     line = counted[first] - slope * (first - published["sequences"])
     return {

@@ -137,15 +137,17 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
     """A decoder as JAX's training cookbook writes it: a lookup with an `out_sharding`,
     einsums with one each, and layers in a scan.
     """
-    layers, vocab, heads, head, mlp, length = 2, 512, 4, 32, 256, 64
+    vocab = 512
+    head = 32
+    length = 64
     params = _cookbook_params(
         vocab=vocab,
         embed=embed,
         length=length,
-        layers=layers,
-        heads=heads,
+        layers=2,
+        heads=4,
         head=head,
-        mlp=mlp,
+        mlp=256,
     )
     batch = specs.batch
     act = form.out(batch)
@@ -177,12 +179,7 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
             x = x + mixed_out
             up = form.put(w["up"], None, specs.mlp)
             by_hidden = form.out(batch, None, specs.mlp)
-            hidden = jnp.einsum(
-                "bse,ef->bsf",
-                norm(x),
-                up,
-                out_sharding=by_hidden,
-            )
+            hidden = jnp.einsum("bse,ef->bsf", norm(x), up, out_sharding=by_hidden)
             down = form.put(w["down"], specs.mlp)
             activated = jax.nn.gelu(hidden)
             lowered = jnp.einsum("bsf,fe->bse", activated, down, out_sharding=act)

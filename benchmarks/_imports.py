@@ -22,7 +22,8 @@ def seconds_to_import(
     times = [time.process_time()]
     importlib.import_module(first)
     times.append(time.process_time())
-    sys.pycache_prefix, sys.dont_write_bytecode = bytecode, not write
+    sys.pycache_prefix = bytecode
+    sys.dont_write_bytecode = not write
     importlib.import_module(then)
     times.append(time.process_time())
     return times[1] - times[0], times[2] - times[1]

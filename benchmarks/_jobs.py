@@ -321,10 +321,9 @@ def _shapes_of_a_large_llama() -> dict[str, tuple[int, ...]]:
         "down": (feed, width),
         "norm2": (width,),
     }
-    every = {
-        f"layers/{i}/{name}": shape
-        for i in range(126)
-        for name, shape in shapes.items()
-    }
+    every = {}
+    for layer in range(126):
+        for name, shape in shapes.items():
+            every[f"layers/{layer}/{name}"] = shape
     every |= {"embed": (words, width), "head": (width, words), "norm": (width,)}
     return every

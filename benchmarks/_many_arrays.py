@@ -6,6 +6,7 @@ import atexit
 import functools as ft
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import statistics
@@ -86,7 +87,7 @@ def _experts(experts: int, options: Options) -> _Experts:
         random = np.random.default_rng(0)
         arrays = {}
         for rows in paths.values():
-            for path in [path for row in rows for path in row]:
+            for path in itertools.chain.from_iterable(rows):
                 arrays[path] = random.standard_normal(SHAPE).astype(np.float32)
         save_file(arrays, file)
     mesh = Mesh(np.array(options.devices), ("x",))

@@ -3,6 +3,7 @@ makes of them as written.
 """
 
 import functools as ft
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,8 +70,7 @@ def _tree(scale: int) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3 * _LAYERS)
     sizes = [
         (f"{layer}/{name}", shape)
-        for layer in range(_LAYERS)
-        for name, shape in shapes.items()
+        for layer, (name, shape) in itertools.product(range(_LAYERS), shapes.items())
     ]
     return {
         name: jax.random.normal(key, (rows // scale, columns // scale))

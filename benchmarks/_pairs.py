@@ -59,7 +59,7 @@ def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[StepLayout]:
 
 def every_layout(devices: int) -> list[StepLayout]:
     """The layouts on all meshes of so many devices; 183 on 16."""
-    return [end for sizes in MESHES[devices] for end in all_layouts(sizes)]
+    return list(it.chain.from_iterable(map(all_layouts, MESHES[devices])))
 
 
 def sharding_of(devices: np.ndarray, end: StepLayout) -> NamedSharding:
@@ -151,7 +151,7 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
             )
         )
         progress.end("; ".join(runs[-1]["wrong"]))
-    wrong = [text for run in runs for text in run["wrong"]]
+    wrong = list(it.chain.from_iterable(run["wrong"] for run in runs))
     assert not wrong, f"{len(wrong)} pairs: {'; '.join(wrong[:10])}"
     totals = {
         key: sum(run[key] for run in runs)

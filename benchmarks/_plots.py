@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 # Okabe and Ito's palette, which colour-blind people can tell apart; marks differ in
 # form, too.
-OURS, THEIRS, SLOWER, INK, SOFT, GRID = (
-    "#0072b2",
-    "#e69f00",
-    "#d55e00",
-    "#16202c",
-    "#5a6675",
-    "#e3e7ec",
-)
+OURS = "#0072b2"
+THEIRS = "#e69f00"
+SLOWER = "#d55e00"
+INK = "#16202c"
+SOFT = "#5a6675"
+GRID = "#e3e7ec"
 FONT = (
     'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial,'
     ' sans-serif"'
@@ -246,8 +244,9 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             points += _points_of(record)
     if not lines or not points:
         return None
-    times = [seconds for line in lines for _, seconds in line]
-    times += [point.seconds for point in points]
+    times = [point.seconds for point in points]
+    for line in lines:
+        times += [seconds for _, seconds in line]
     across = _Scale(700, 150_000, 80, 640)
     down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
     names = list(dict.fromkeys(point.library for point in points))
@@ -353,7 +352,10 @@ class _Scale:
     """A logarithmic scale from values to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float):
-        self.low, self.high, self.start, self.end = low, high, start, end
+        self.low = low
+        self.high = high
+        self.start = start
+        self.end = end
 
     def __call__(self, value: float) -> float:
         return self.start + (self.end - self.start) * math.log(

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ._case import Value
@@ -85,7 +86,7 @@ def table(records: Sequence[Record]) -> str:
     """The records of one suite as Markdown tables, of races and of findings; then
     limits, and what was skipped.
     """
-    rows = [row for record in records for row in _rows(record)]
+    rows = list(chain.from_iterable(map(_rows, records)))
     if rows:
         parts = [_aligned([HEADER, *rows])]
     else:
@@ -97,13 +98,14 @@ def table(records: Sequence[Record]) -> str:
         "Values",
         texts,
     )
-    findings_rows = [
-        row for record in records if record.kind == "finding" for row in _found(record)
-    ]
+    findings = [record for record in records if record.kind == "finding"]
+    findings_rows = list(chain.from_iterable(map(_found, findings)))
     if findings_rows:
         parts += [_aligned([("finding", "value", "measured"), *findings_rows])]
-    texts = [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
-    parts += _lines("Limits", texts)
+    limits = []
+    for record in records:
+        limits += [f"{record.name}: {_limit(limit)}" for limit in record.limits]
+    parts += _lines("Limits", limits)
     parts += _lines("Skipped", _skipped(records))
     parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
     return "\n\n".join(parts)
@@ -208,7 +210,7 @@ def policies(document: Mapping[str, Any], subsets: Mapping[str, Any]) -> str:
     """
     rows: list[tuple[str, ...]] = [POLICIES_HEADER]
     for chip, models in document["models"].items():
-        records = [record for records in models.values() for record in records]
+        records = list(chain.from_iterable(models.values()))
         ratios = [
             record["flops"] / record["flops_of_best_stock_policy"]
             for record in records
@@ -221,11 +223,10 @@ def policies(document: Mapping[str, Any], subsets: Mapping[str, Any]) -> str:
         cells = (f"{number:.3f}" for number in numbers)
         rows.append((chip, str(len(records)), str(under), *cells))
     parts = ["## Memory policies", POLICIES, _aligned(rows)]
-    deep = [
-        f"{name} for {chip}: {record['seconds']:.1f} s"
-        for chip, models in document["times"].items()
-        for name, record in models.items()
-    ]
+    deep = []
+    for chip, models in document["times"].items():
+        for name, record in models.items():
+            deep.append(f"{name} for {chip}: {record['seconds']:.1f} s")
     parts += _lines("The time of a policy", deep)
     compiled = [
         f"{name}, {record['subsets']} subsets compiled by libtpu:"
@@ -278,20 +279,16 @@ def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _race_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each race: the times of shardfx and of the fastest rival."""
     races = [record for record in records if record.kind == "race"]
-    return [row for record in races for row in _short_row(record)]
+    return list(chain.from_iterable(map(_short_row, races)))
 
 
 def _counts(records: Sequence[Record]) -> tuple[str, str]:
     """How many findings there are, and how many of the limits hold."""
-    limits = [
-        limit
-        for record in records
-        for limit in record.limits
-        if limit["holds"] is not None
-    ]
-    held_count = sum(bool(limit["holds"]) for limit in limits)
+    limits = chain.from_iterable(record.limits for record in records)
+    measured = [limit for limit in limits if limit["holds"] is not None]
+    held_count = sum(bool(limit["holds"]) for limit in measured)
     findings = sum(record.kind == "finding" for record in records)
-    return str(findings), f"{held_count} of {len(limits)}"
+    return str(findings), f"{held_count} of {len(measured)}"
 
 
 def _short_row(record: Record) -> list[tuple[str, ...]]:
@@ -321,28 +318,35 @@ def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """How many of the limits hold and where, then each that does not, with a link to
     its file.
     """
-    limits = [
-        (name, suite, record["name"], limit)
-        for name, document in files.items()
-        for suite, records in document["suites"].items()
-        for record in records
-        for limit in record["limits"]
-    ]
-    judged = [entry for entry in limits if entry[-1]["holds"] is not None]
-    broken = [entry for entry in judged if not entry[-1]["holds"]]
+    measured_count = 0
+    broken = []
+    for name, document in files.items():
+        for suite, records in document["suites"].items():
+            for case, limit in _measured_limits(records):
+                measured_count += 1
+                if not limit["holds"]:
+                    broken.append(
+                        f"[{name}: {suite}]({FILES}/{name}.json): {case}:"
+                        f" {limit['text']}: {_number(limit['measured'])}"
+                    )
     machines = "; ".join(
         dict.fromkeys(_machine(document) for document in files.values())
     )
-    lines = [
-        f"[{name}: {suite}]({FILES}/{name}.json): {case}: {limit['text']}:"
-        f" {_number(limit['measured'])}"
-        for name, suite, case, limit in broken
-    ]
     counted = (
-        f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold."
-        f" Machines: {machines}."
+        f"Of {measured_count} limits that were measured,"
+        f" {measured_count - len(broken)} hold. Machines: {machines}."
     )
-    return [counted, *_lines("These do not hold", lines)]
+    return [counted, *_lines("These do not hold", broken)]
+
+
+def _measured_limits(
+    records: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The name of each record with each of its limits that was measured."""
+    for record in records:
+        for limit in record["limits"]:
+            if limit["holds"] is not None:
+                yield record["name"], limit
 
 
 def _machine(document: Mapping[str, Any]) -> str:
@@ -357,20 +361,25 @@ def _machine(document: Mapping[str, Any]) -> str:
 
 
 def _rows(record: Record) -> list[tuple[str, ...]]:
-    names = [*record.rivals, *([record.floor] if record.floor else [])]
-    return [
-        (
-            record.name if position == 0 else "",
-            name,
-            _seconds(record.values.get(f"cold_seconds.{name}")),
-            _seconds(record.values.get(f"seconds.{name}")),
-            _number(record.values.get(f"gigabytes_per_second.{name}")),
-            _number(record.values.get(f"floor_ratio.{name}")),
-            _number(record.values.get(f"speedup.{name}")),
-        )
-        for position, name in enumerate(names)
-        if f"seconds.{name}" in record.values
-    ]
+    names = [*record.rivals]
+    if record.floor:
+        names.append(record.floor)
+    rows = []
+    label = record.name
+    for name in names:
+        if f"seconds.{name}" in record.values:
+            cells = (
+                label,
+                name,
+                _seconds(record.values.get(f"cold_seconds.{name}")),
+                _seconds(record.values.get(f"seconds.{name}")),
+                _number(record.values.get(f"gigabytes_per_second.{name}")),
+                _number(record.values.get(f"floor_ratio.{name}")),
+                _number(record.values.get(f"speedup.{name}")),
+            )
+            rows.append(cells)
+        label = ""
+    return rows
 
 
 def _facts(record: Record) -> str:
@@ -379,10 +388,12 @@ def _facts(record: Record) -> str:
 
 
 def _found(record: Record) -> list[tuple[str, str, str]]:
-    return [
-        (record.name if position == 0 else "", key, _number(value))
-        for position, (key, value) in enumerate(record.values.items())
-    ]
+    rows = []
+    label = record.name
+    for key, value in record.values.items():
+        rows.append((label, key, _number(value)))
+        label = ""
+    return rows
 
 
 def _skipped(records: Sequence[Record]) -> list[str]:
@@ -406,21 +417,18 @@ def _limit(limit: Mapping[str, Any]) -> str:
 def _only(
     name: str, results: Mapping[str, Any], others: Mapping[str, Any]
 ) -> list[str]:
-    other_rows = {
-        (suite, r["name"])
-        for suite, records in others["suites"].items()
-        for r in records
-    }
-    rows = [
-        (suite, r["name"])
-        for suite, records in results["suites"].items()
-        for r in records
-    ]
+    other_rows = set(_suites_and_cases(others))
     return [
         f"only in the {name} file: {suite}: {case}"
-        for suite, case in rows
+        for suite, case in _suites_and_cases(results)
         if (suite, case) not in other_rows
     ]
+
+
+def _suites_and_cases(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for suite, records in results["suites"].items():
+        for record in records:
+            yield suite, record["name"]
 
 
 def _lines(heading: str, lines: Sequence[str]) -> list[str]:

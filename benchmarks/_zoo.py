@@ -52,7 +52,8 @@ def _models_of(
 
 
 def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
-    (b, s, _), t = x.shape, y.shape[1]
+    b, s, _ = x.shape
+    t = y.shape[1]
     query_input = x @ p["q"]
     query = query_input.reshape(b, s, heads, head)
     key, value = ((y @ p[name]).reshape(b, t, heads, head) for name in "kv")

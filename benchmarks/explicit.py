@@ -172,7 +172,8 @@ def searched(name: str, effort: Any) -> Row:
             for each in found
         ]
     row["answers"] = answers
-    plain, typed = answers["plain"], answers["typed"]
+    plain = answers["plain"]
+    typed = answers["typed"]
     row["same best"] = plain[0][:3] == typed[0][:3]
     row["same"] = [answer[:3] for answer in plain] == [answer[:3] for answer in typed]
     return row

@@ -137,9 +137,9 @@ def _write(file: Path, runs: Mapping[str, Any], precision: Mapping[str, Any]) ->
     lines = [text.partition(_MARK)[0].rstrip("\n"), "", _MARK.rstrip("\n")]
     for partitioner in ("shardy", "gspmd"):
         recorded = record.get("runs", {}).get(partitioner, {})
-        outcomes = {
-            version: outcome for outcome in recorded for version in recorded[outcome]
-        }
+        outcomes = {}
+        for outcome, versions in recorded.items():
+            outcomes |= dict.fromkeys(versions, outcome)
         stem = Path(record["repro"]).stem
         outcomes |= runs.get(stem, {}).get(partitioner, {})
         lines.append(f"[runs.{partitioner}]")

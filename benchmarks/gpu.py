@@ -88,6 +88,7 @@ def cases(options: Options) -> list[Entry]:
         limited = Finding(
             limited.name, ft.partial(_limited, device, 1 if quick else 128), bound
         )
+    file_mebibytes = 16 if quick else 2048
     return [
         limited,  # first, since the device's own count of its peak cannot be set back
         *reshard_trees.offloads(options, 64 if quick else 4096),
@@ -100,8 +101,8 @@ def cases(options: Options) -> list[Entry]:
             ft.partial(_out, device, 1024 if quick else 8192),
         ),
         Case(
-            f"{16 if quick else 2048} MiB from a file",
-            ft.partial(_load, device, 16 if quick else 2048),
+            f"{file_mebibytes} MiB from a file",
+            ft.partial(_load, device, file_mebibytes),
         ),
         Case(
             "a step of a wide network, planned",

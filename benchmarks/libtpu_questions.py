@@ -13,6 +13,7 @@ An answer is right if it is that of the same question alone. The counts are save
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -75,7 +76,8 @@ class Question(NamedTuple):
 
 
 QUESTIONS = tuple(
-    Question(verb, width) for width in _WIDTHS for verb in ("estimate", "fit")
+    Question(verb, width)
+    for width, verb in itertools.product(_WIDTHS, ("estimate", "fit"))
 )
 
 

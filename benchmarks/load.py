@@ -5,6 +5,7 @@ read.
 import argparse
 import atexit
 import functools as ft
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -68,8 +69,7 @@ def cases(options: Options) -> list[Entry]:
     )
     first += tuple(
         Limit(f"faster_than.{cut}.{rival}", at_least=1.0)
-        for cut in cuts
-        for rival in TORCH
+        for cut, rival in itertools.product(cuts, TORCH)
     )
     count = 2000 if options.quick else 20_000
     lean = (

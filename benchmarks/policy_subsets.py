@@ -58,7 +58,8 @@ def chain() -> Model:
 
 def attention() -> Model:
     """A layer of attention with one head, and a perceptron."""
-    width, hidden = 512, 2048
+    width = 512
+    hidden = 2048
     shapes = {name: (width, width) for name in "qkvo"}
     shapes |= {"up": (width, hidden), "down": (hidden, width)}
     params = {name: bf16(_DEPTH, *shape) for name, shape in shapes.items()}
@@ -152,9 +153,10 @@ def subset_choices(search: PolicySearch) -> Iterator[dict[ValueKey, Choice]]:
     none of them has a product.
     """
     values = values_of(search)
-    everything: dict[ValueKey, Choice] = {
-        key: "recompute" for placed in search.placed for key in placed.region.all_keys
-    }
+    everything: dict[ValueKey, Choice] = {}
+    for placed in search.placed:
+        for key in placed.region.all_keys:
+            everything[key] = "recompute"
     for count in range(len(values) + 1):
         for subset in itertools.combinations(values, count):
             choices = everything.copy()

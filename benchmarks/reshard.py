@@ -127,22 +127,33 @@ def cases(options: Options) -> list[Entry]:
                 run=False,
             )
         ]
-    pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
-    return [
-        *([] if flags.census else _races(options)),
-        *[
-            _planning(devices, 1, 60 if options.quick else 300)
-            for devices in (16, 64, 512, 4096)
-        ],
-        *[
-            _planning(devices, slices, 30 if options.quick else 100)
-            for devices, slices in ((16, 4), (512, 4), (4096, 4), (4096, 64))
-        ],
-        _seen_before(),
-        _planning_a_tree(),
-        *([_simulated()] if flags.census else []),
-        _census(pairs, None, False),
-    ]
+    return _measured_here(options)
+
+
+def _measured_here(options: Options) -> list[Entry]:
+    """The entries whose programs run on the devices of this process."""
+    is_census = options.flags.census
+    if options.quick:
+        pairs = 8
+        pairs_of_one_slice = 60
+        pairs_of_slices = 30
+    else:
+        pairs = 400 if is_census else 60
+        pairs_of_one_slice = 300
+        pairs_of_slices = 100
+
+    entries: list[Entry] = []
+    if not is_census:
+        entries += _races(options)
+    for devices in (16, 64, 512, 4096):
+        entries.append(_planning(devices, 1, pairs_of_one_slice))
+    for devices, slices in ((16, 4), (512, 4), (4096, 4), (4096, 64)):
+        entries.append(_planning(devices, slices, pairs_of_slices))
+    entries += [_seen_before(), _planning_a_tree()]
+    if is_census:
+        entries.append(_simulated())
+    entries.append(_census(options.flags.pairs or pairs, None, False))
+    return entries
 
 
 def _part(text: str) -> tuple[int, int]:

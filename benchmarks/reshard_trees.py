@@ -172,12 +172,11 @@ def _spec(shape: tuple[int, ...], mesh: Mesh) -> P:
         entries = ("tensor", "fsdp")
     else:
         entries = (None,)
-    return P(
-        *[
-            axis if axis and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(entries, shape, strict=True)
-        ]
-    )
+    spec: list[str | None] = []
+    for axis, size in zip(entries, shape, strict=True):
+        is_sharded = axis is not None and size % mesh.shape[axis] == 0
+        spec.append(axis if is_sharded else None)
+    return P(*spec)
 
 
 def _in_place(options: Options) -> Race:

@@ -127,9 +127,12 @@ def _counted(
     finally:
         longest = f"{what}: longest, in seconds"
         counts[longest] = max(counts[longest], round(time.monotonic() - begin))
-    values = {float(value) for leaf in loaded.values() for value in np.unique(leaf)}
+    values: set[float] = set()
+    for leaf in loaded.values():
+        values.update(np.unique(leaf).tolist())
     is_right = len(values) == 1 and expected in (None, *values)
-    counts[f"{what}: {'right' if is_right else 'wrong'}"] += 1
+    outcome = "right" if is_right else "wrong"
+    counts[f"{what}: {outcome}"] += 1
     return int(min(values))
 
 

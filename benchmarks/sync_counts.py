@@ -387,11 +387,11 @@ def _serve(pipe: Connection, port: int) -> None:
 def _is_whole(arrays: Mapping[str, jax.Array] | None, revision: int | None) -> bool:
     if arrays is None:
         return revision is None
-    shards = [
-        np.asarray(shard.data)
-        for leaf in arrays.values()
-        for shard in leaf.addressable_shards
-    ]
+    return all(_is_filled_with(leaf, revision) for leaf in arrays.values())
+
+
+def _is_filled_with(leaf: jax.Array, revision: int | None) -> bool:
+    shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
     return all((shard == revision).all() for shard in shards)
 
 

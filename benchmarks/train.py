@@ -176,7 +176,8 @@ class _Trainer:
     """A model in training; without plans, on one device."""
 
     def __init__(self, run: Run, plans: DemoPlans | None = None):
-        self.run, self.plans = run, plans
+        self.run = run
+        self.plans = plans
         if plans is None:
             started = start_unsharded(run)
         else:

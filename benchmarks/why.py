@@ -49,7 +49,8 @@ def judged(on_chip: StepOnChip) -> str:
         lines = []
     module = with_constraints(step, lines, "tpu")
     after = shardings_of(step, "tpu", module)
-    lines += [line for row in _whole(after) for line in after.missed_axes(row)[:1]]
+    for row in _whole(after):
+        lines += after.missed_axes(row)[:1]
     if not lines:
         return "nothing is whole that could be cut"
     module = with_constraints(step, lines, "tpu")

@@ -5,6 +5,7 @@ it, or else the first equation whose results differ by `check_step`. The cause o
 abort or an error is the line of XLA, or its message without names and numbers.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,8 +80,9 @@ def groups(failures: Sequence[Result]) -> list[Group]:
 
 def _size_of(result: Result) -> tuple[int, int]:
     case = from_json(result.case)
-    cut = sum(bool(entry) for spec in case.layout.arguments for entry in spec)
-    return len(case.program.operations), cut
+    entries = itertools.chain.from_iterable(case.layout.arguments)
+    sharded_count = sum(bool(entry) for entry in entries)
+    return len(case.program.operations), sharded_count
 
 
 def explained(

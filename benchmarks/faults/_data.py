@@ -78,8 +78,10 @@ class Program:
     @property
     def operands(self) -> tuple[Operand, ...]:
         """All arrays but the cotangent, in order."""
-        others = [operand for op in self.operations for operand in op.operands]
-        return (self.first, *others)
+        operands = [self.first]
+        for op in self.operations:
+            operands += op.operands
+        return tuple(operands)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ finds them. At full size no numbers are computed.
 """
 
 import importlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,13 +66,12 @@ class Program(NamedTuple):
 
 def programs() -> list[Program]:
     """All programs, in the order of the faults."""
-    return [
-        Program(fault, kind, title, form)
-        for fault in names()
-        for kind, cases in _cases(fault).items()
-        for title in cases
-        for form in _FORMS
-    ]
+    programs = []
+    for fault in names():
+        for kind, cases in _cases(fault).items():
+            for title, form in itertools.product(cases, _FORMS):
+                programs.append(Program(fault, kind, title, form))
+    return programs
 
 
 def _cases(fault: str) -> dict[str, Mapping[str, _run.Case]]:

@@ -233,8 +233,10 @@ def _lesser_sizes(program: Program) -> Iterator[Program]:
                 smaller = {**sizes, letter: lesser}
                 yield sized(LAYERS[op.name], smaller, program.gradient)
         return
-    extents = sorted({n for operand in program.operands for n in operand.shape})
-    for extent in reversed(extents):
+    extents: set[int] = set()
+    for operand in program.operands:
+        extents.update(operand.shape)
+    for extent in sorted(extents, reverse=True):
         for lesser in _lesser(extent):
             yield _with_size(program, extent, lesser)
 
@@ -254,12 +256,10 @@ def _with_size(program: Program, extent: int, lesser: int) -> Program:
 
     operations = []
     for op in program.operations:
-        parameters = {
-            name: _exchanged(value, extent, lesser)
-            if name in ("to", "high", "sizes", "segments", "classes")
-            else value
-            for name, value in op.parameters.items()
-        }
+        parameters = dict(op.parameters)
+        for name in ("to", "high", "sizes", "segments", "classes"):
+            if name in parameters:
+                parameters[name] = _exchanged(parameters[name], extent, lesser)
         operands = tuple(exchanged(operand) for operand in op.operands)
         operations.append(Operation(op.name, parameters, operands))
     return Program(

@@ -235,8 +235,10 @@ def _exchange(devices: int, draws: random.Random) -> str:
 
 
 def _free_channel(lines: list[str]) -> int:
-    channels = [int(number) for line in lines for number in _CHANNEL.findall(line)]
-    return max(channels, default=0) + 1
+    channels = [0]
+    for line in lines:
+        channels += map(int, _CHANNEL.findall(line))
+    return max(channels) + 1
 
 
 def _metadata(line: str) -> str:

@@ -176,7 +176,7 @@ def mesh_of(name: str) -> Mesh:
 
 def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     """The sharding of a spec in letters."""
-    entries = [tuple(entry) if entry else None for entry in spec]
+    entries = [tuple(entry) or None for entry in spec]
     return NamedSharding(mesh, P(*entries))
 
 
@@ -260,7 +260,8 @@ def _largest(first: np.ndarray, second: np.ndarray) -> float:
         return 0.0
     if first.dtype.kind not in "fc":
         return float(np.max(np.abs(first.astype(np.int64) - second.astype(np.int64))))
-    first, second = _wide(first), _wide(second)
+    first = _wide(first)
+    second = _wide(second)
     is_finite = np.isfinite(first) & np.isfinite(second)
     alike = (first == second) | (np.isnan(first) & np.isnan(second))
     if not np.all(alike[~is_finite]):

@@ -106,7 +106,7 @@ def _counts(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
         for key in counts
         if key in ("all", "forward", "gradient") or key.startswith("mesh ")
     ]
-    outcomes = sorted({outcome for key in chosen for outcome in counts[key]})
+    outcomes = sorted(set().union(*[counts[key] for key in chosen]))
     lines = [
         "| cases | " + " | ".join(outcomes) + " |",
         "|---" * (len(outcomes) + 1) + "|",

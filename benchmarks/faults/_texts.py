@@ -7,6 +7,7 @@ first: without that, right programs give other numbers.
 
 import importlib
 import importlib.util
+import itertools
 import re
 from typing import Any
 
@@ -45,11 +46,9 @@ def texts(case: Case, step: Any, arguments: list[np.ndarray]) -> tuple[str, str]
 
 def explicit(text: str, devices: int) -> str:
     """The text with all replica groups as lists of devices."""
-    instructions = {
-        name: instruction
-        for computation in parse_hlo(text).computations.values()
-        for name, instruction in computation.items()
-    }
+    instructions = {}
+    for computation in parse_hlo(text).computations.values():
+        instructions |= computation
     lines = text.split("\n")
     for number, line in enumerate(lines):
         kind = _GROUPED.search(line)
@@ -57,7 +56,7 @@ def explicit(text: str, devices: int) -> str:
         if kind is None or name is None or "replica_groups=" not in line:
             continue
         groups = groups_of(instructions[name[1]], kind[1], devices)
-        rows = [row for group in groups for row in group.tolist()]
+        rows = list(itertools.chain.from_iterable(group.tolist() for group in groups))
         lines[number] = GROUPS.sub(groups_text(rows), line, count=1)
     return "\n".join(lines)
 
@@ -89,7 +88,8 @@ def run(text: str, arguments: list[jax.Array], devices: int) -> list[list[np.nda
     stablehlo = _jax.mlir.xla_computation_to_mlir_module(computation)
     options = xla_client.CompileOptions()
     build = options.executable_build_options
-    build.num_replicas, build.num_partitions = 1, devices
+    build.num_replicas = 1
+    build.num_partitions = devices
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = False
     build.device_assignment = xla_client.DeviceAssignment.create(

@@ -234,7 +234,8 @@ def rotary_halves(x, angles):
 def rotary_pairs(x, angles):
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
-    even, odd = x[..., ::2], x[..., 1::2]
+    even = x[..., ::2]
+    odd = x[..., 1::2]
     turned_even = even * cos - odd * sin
     turned_odd = odd * cos + even * sin
     pairs = jnp.stack([turned_even, turned_odd], axis=-1)
@@ -263,7 +264,8 @@ def relative_bias(q, key, v, table):
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
 def linear_attention(q, key, v):
-    q, key = jax.nn.softplus(q), jax.nn.softplus(key)
+    q = jax.nn.softplus(q)
+    key = jax.nn.softplus(key)
     outer = jnp.einsum("bshk,bshv->bshkv", key, v)
     state = jnp.cumsum(outer, axis=1)
     total = jnp.cumsum(key, axis=1)
@@ -315,7 +317,8 @@ def ring_attention(q, key, v, mesh=None):
     pairs = [(device, (device + 1) % count) for device in range(count)]
 
     def one_device(q, key, v):
-        top, total = jnp.zeros_like(q), q[..., 0] * 0
+        top = jnp.zeros_like(q)
+        total = q[..., 0] * 0
         for _ in range(count):
             products = jnp.einsum("bthk,bshk->bths", q, key)
             weights = jnp.exp(products / 2)

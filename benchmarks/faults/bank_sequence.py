@@ -181,7 +181,8 @@ def moe_dense(x, router, w):
     down="e f d",
 )
 def moe_capacity(x, router, up, down):
-    experts, capacity = up.shape[0], 8
+    experts = up.shape[0]
+    capacity = 8
     scores = jax.nn.softmax(x @ router, axis=-1)
     chosen = jnp.argmax(scores, axis=-1)
     mask = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)

@@ -81,7 +81,8 @@ class Scatter:
             length = min(length, shape[dim])
             values = f"permuted:{shape[dim]}"
         if kind == "set" and draws.random() < 0.4:
-            values, mode = f"apart:{shape[dim]}", "drop"
+            values = f"apart:{shape[dim]}"
+            mode = "drop"
         update = Operand(with_size(shape, dim, length))
         parameters = {"dim": dim, "kind": kind, "mode": mode}
         return parameters, [Operand((length,), values), update]
@@ -126,7 +127,8 @@ class ScatterPairs:
         mode = draws.choice(("drop", "clip", None))
         if kind == "set":
             length = min(length, shape[first])
-            values, mode = f"permuted:{shape[first]}", draws.choice(("drop", None))
+            values = f"permuted:{shape[first]}"
+            mode = draws.choice(("drop", None))
         rest = tuple(
             extent for dim, extent in enumerate(shape) if dim not in (first, second)
         )
@@ -165,14 +167,20 @@ class Segment:
         return jnp.clip(result, -1000, 1000)
 
 
+def _slice_sizes(draws: random.Random, shape: Shape) -> list[int]:
+    """The sizes of a random slice: about half of them take a whole dimension."""
+    sizes = []
+    for extent in shape:
+        is_whole = draws.random() < 0.5
+        sizes.append(extent if is_whole else draws.randint(1, extent))
+    return sizes
+
+
 @operation(weight=2)
 class DynamicSlice:
     @staticmethod
     def draw(draws: random.Random, shape: Shape) -> Drawn:
-        sizes = [
-            extent if draws.random() < 0.5 else draws.randint(1, extent)
-            for extent in shape
-        ]
+        sizes = _slice_sizes(draws, shape)
         return {"sizes": sizes}, [Operand((len(shape),), f"loose:{max(shape)}")]
 
     @staticmethod
@@ -184,12 +192,9 @@ class DynamicSlice:
 class DynamicUpdate:
     @staticmethod
     def draw(draws: random.Random, shape: Shape) -> Drawn:
-        sizes = tuple(
-            extent if draws.random() < 0.5 else draws.randint(1, extent)
-            for extent in shape
-        )
+        sizes = _slice_sizes(draws, shape)
         start = Operand((len(shape),), f"loose:{max(shape)}")
-        return {}, [start, Operand(sizes)]
+        return {}, [start, Operand(tuple(sizes))]
 
     @staticmethod
     def apply(x, start, update):

@@ -131,7 +131,8 @@ class Window:
     @staticmethod
     def draw(draws: random.Random, shape: Shape) -> Drawn:
         sizes = [min(extent, draws.choice((1, 1, 2, 3))) for extent in shape]
-        strides, padding = [], []
+        strides = []
+        padding = []
         for width in sizes:
             is_wide = width > 1
             strides.append(draws.choice((1, 1, 2, 2, 3)) if is_wide else 1)

@@ -54,7 +54,10 @@ class Reshape:
 class Slice:
     @staticmethod
     def draw(draws: random.Random, shape: Shape) -> Drawn:
-        low = [draws.randrange(n) if draws.random() < 0.5 else 0 for n in shape]
+        low = []
+        for extent in shape:
+            starts_at_zero = draws.random() >= 0.5
+            low.append(0 if starts_at_zero else draws.randrange(extent))
         high = []
         for start, extent in zip(low, shape, strict=True):
             high.append(draws.randint(start + 1, extent))
@@ -186,7 +189,10 @@ class Diagonal:
 class Resize:
     @staticmethod
     def draw(draws: random.Random, shape: Shape) -> Drawn:
-        to = [extent if draws.random() < 0.5 else size(draws) for extent in shape]
+        to = []
+        for extent in shape:
+            is_kept = draws.random() < 0.5
+            to.append(extent if is_kept else size(draws))
         return {"to": to, "method": draws.choice(("nearest", "linear", "cubic"))}, []
 
     @staticmethod

@@ -2,6 +2,7 @@
 has the collectives.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -89,14 +90,17 @@ def _joined(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.
     first counts.
     """
     axes_of_dims = _axes_of_dims(spec, x.ndim - len(sizes))
-    used_axes = [axis for axes in axes_of_dims for axis in axes]
-    first_or_all = tuple(slice(None) if axis in used_axes else 0 for axis in sizes)
+    used_axes = list(itertools.chain.from_iterable(axes_of_dims))
     shard_shape = x.shape[len(sizes) :]
-    x = x[first_or_all]
+    first_or_all: list[int | slice] = []
     position_of_axis = {}
     for axis in sizes:
         if axis in used_axes:
+            first_or_all.append(slice(None))
             position_of_axis[axis] = len(position_of_axis)
+        else:
+            first_or_all.append(0)
+    x = x[tuple(first_or_all)]
     order: list[int] = []
     shape = []
     for dim, axes in enumerate(axes_of_dims):

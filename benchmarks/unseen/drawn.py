@@ -93,11 +93,12 @@ def _case(name: str, model: Callable[[], Model], seed: str) -> Case:
 def _cases(
     kind: str, models_by_name: Mapping[str, Callable[[], Model]], seeds: range
 ) -> tuple[Case, ...]:
-    return tuple(
-        _case(f"{kind} {name} {number}", model, f"{kind} {name} {number}")
-        for name, model in models_by_name.items()
-        for number in seeds
-    )
+    cases = []
+    for name, model in models_by_name.items():
+        for seed in seeds:
+            title = f"{kind} {name} {seed}"
+            cases.append(_case(title, model, title))
+    return tuple(cases)
 
 
 CASES = (

@@ -379,10 +379,12 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
         is_matrix = leaf.ndim == 2
-        columns = is_matrix and "channels'][0]" in name
-        rows = leaf.ndim == 2 and "channels'][1]" in name
-        spec = (None, "model") if columns else ("model",) if rows else ()
-        sharding = NamedSharding(mesh, P(*spec))
+        spec = P()
+        if is_matrix and "channels'][0]" in name:
+            spec = P(None, "model")
+        elif is_matrix and "channels'][1]" in name:
+            spec = P("model")
+        sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     state = jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(state))

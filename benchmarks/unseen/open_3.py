@@ -442,11 +442,12 @@ def vit_equinox(mesh: AnyMesh) -> Made:
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
-        columns = ".qkv" in name or ".mlp.layers[0]" in name
-        rows = leaf.ndim == 2 and (".out" in name or ".mlp.layers[1]" in name)
-        return struct(
-            leaf.shape, *(("model",) if columns else (None, "model") if rows else ())
-        )
+        spec = ()
+        if ".qkv" in name or ".mlp.layers[0]" in name:
+            spec = ("model",)
+        elif leaf.ndim == 2 and (".out" in name or ".mlp.layers[1]" in name):
+            spec = (None, "model")
+        return struct(leaf.shape, *spec)
 
     def loss(arrays, images, labels):
         model = eqx.combine(arrays, static)

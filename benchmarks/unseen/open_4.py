@@ -504,12 +504,8 @@ def decoder_six(mesh: AnyMesh) -> Made:
         for p in params["layers"]:
             h = jax.nn.standardize(x)
             small = h @ p["squeeze"]
-            queries = jnp.einsum("btd,dhk->bthk", h, p["q"])
-            keys_and_values = jnp.einsum("btl,clhk->cbthk", small, p["expand"])
-            q, (k, v) = (
-                queries,
-                keys_and_values,
-            )
+            q = jnp.einsum("btd,dhk->bthk", h, p["q"])
+            k, v = jnp.einsum("btl,clhk->cbthk", small, p["expand"])
             scores = jnp.einsum(
                 "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
             )

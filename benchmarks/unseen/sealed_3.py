@@ -37,7 +37,8 @@ def lstm(mesh: AnyMesh) -> Made:
 
     def run(p, xs, mask):
         def cell(carry, step):
-            (h, c), (x, keep) = carry, step
+            h, c = carry
+            x, keep = step
             gates = x + h @ p["h"] + p["b"]
             i, f, g, o = jnp.split(gates, 4, axis=-1)
             forgetting = jax.nn.sigmoid(f + 1)

@@ -38,7 +38,8 @@ def _tabular_module():
             ]
             feed_keys = keys[4:6]
             self.feedforward = [eqx.nn.MLP(96, 96, 256, 1, key=k) for k in feed_keys]
-            self.norm, self.head = eqx.nn.RMSNorm(96), eqx.nn.Linear(96, 1, key=keys[6])
+            self.norm = eqx.nn.RMSNorm(96)
+            self.head = eqx.nn.Linear(96, 1, key=keys[6])
             self.dropout = eqx.nn.Dropout(0.2)
 
         def __call__(self, numbers, words, *, key):

@@ -33,7 +33,14 @@ def drawn(chance: random.Random, shape: tuple[int, ...]) -> tuple[Any, ...]:
             dim = chance.choice(fitting)
             spec[dim] += (axis,)
             sizes[dim] //= CUTS[axis]
-    return tuple(names[0] if len(names) == 1 else names or None for names in spec)
+    return tuple(_entry(names) for names in spec)
+
+
+def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The mesh axes of a dimension as an entry of a `PartitionSpec`."""
+    if len(names) == 1:
+        return names[0]
+    return names or None
 
 
 def single(
@@ -47,12 +54,12 @@ def single(
     """
     chance = random.Random(name)
     dtype = jnp.bfloat16 if chance.random() < 0.4 else jnp.float32
-    pairs = [
-        operand if operand and isinstance(operand[0], tuple) else (operand, dtype)
-        for operand in operands
-    ]
+    pairs = []
+    for operand in operands:
+        has_dtype = operand and isinstance(operand[0], tuple)
+        pairs.append(operand if has_dtype else (operand, dtype))
     specs = [drawn(chance, shape) for shape, _ in pairs]
-    while not any(entry for spec in specs for entry in spec):
+    while not any(any(spec) for spec in specs):
         specs = [drawn(chance, shape) for shape, _ in pairs]
 
     def make(mesh: AnyMesh) -> Made:
