@@ -3,6 +3,7 @@
 """
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -261,20 +262,11 @@ def mapped_ends(name):
 def spread(mesh, shape, last=False):
     """Over all axes along one dimension that divides."""
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
+    entries: list[Any] = [None] * len(shape)
     if dims:
-        chosen = dims[-1 if last else 0]
-    else:
-        chosen = -1
-    spec = P(
-        *[
-            tuple(mesh.axis_names) if dim == chosen else None
-            for dim in range(len(shape))
-        ]
-    )
-    return NamedSharding(
-        mesh,
-        spec,
-    )
+        chosen = dims[-1] if last else dims[0]
+        entries[chosen] = tuple(mesh.axis_names)
+    return NamedSharding(mesh, P(*entries))
 
 
 def mapped(name, **options):

@@ -55,5 +55,8 @@ def canonical(spec: P) -> P:
 
 def constrained(spec: P) -> P:
     """The spec with `None` where it leaves the choice to the compiler."""
-    entries = [None if entry is U else entry for entry in entries_of(spec)]
+    entries = list(entries_of(spec))
+    for dim, entry in enumerate(entries):
+        if entry is U:
+            entries[dim] = None
     return with_entries(spec, entries)

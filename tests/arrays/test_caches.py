@@ -17,17 +17,13 @@ from shardfx import checkpoint
 def caches():
     """The names of the modules' caches that hold something."""
     kind = type(ft.lru_cache(len))
-    names = [name for name in sys.modules if name.startswith("shardfx.")]
-    pairs = [
-        (f"{name}.{key}", value)
-        for name in names
-        for key, value in vars(sys.modules[name]).items()
-    ]
-    return [
-        name
-        for name, value in pairs
-        if isinstance(value, kind) and value.cache_info().currsize
-    ]
+    modules = [name for name in sys.modules if name.startswith("shardfx.")]
+    names = []
+    for module in modules:
+        for name, value in vars(sys.modules[module]).items():
+            if isinstance(value, kind) and value.cache_info().currsize:
+                names.append(f"{module}.{name}")
+    return names
 
 
 def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):

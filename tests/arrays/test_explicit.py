@@ -39,7 +39,8 @@ KINDS = [
 
 
 def name_of(kinds: dict[str, AxisType]) -> str:
-    return "".join("E" if kind is EXPLICIT else "a" for kind in kinds.values())
+    letters = {True: "E", False: "a"}
+    return "".join(letters[kind is EXPLICIT] for kind in kinds.values())
 
 
 # Every kind once, with an ambient mesh or without one; the plain kinds both ways.
@@ -68,10 +69,8 @@ class Block(eqx.Module):
         self.query = array / 4
         seed = jax.random.fold_in(key, 1)
         array = jax.random.normal(seed, (32, 16))
-        self.out, self.activation = (
-            array / 6,
-            jax.nn.silu,
-        )
+        self.out = array / 6
+        self.activation = jax.nn.silu
 
     def __call__(self, x: jax.Array, say: Callable[..., Any]) -> jax.Array:
         """`x`: batch, position, embed. Every weight is gathered along what it

@@ -20,8 +20,8 @@ class Net(eqx.Module):
     name: str
 
     def __init__(self, key):
-        model = eqx.nn.MLP(16, 16, 32, 2, key=key)
-        self.mlp, self.name = model, "net"
+        self.mlp = eqx.nn.MLP(16, 16, 32, 2, key=key)
+        self.name = "net"
 
     def __call__(self, x):
         return self.mlp(x)
@@ -107,7 +107,8 @@ def test_an_array_that_is_gone():
         lambda state, x: (state, x.sum()), in_shardings={"state": DATA}, donate="state"
     )
     state = {"b": x, "w": jnp.copy(x)}
-    (state, _), used = step(state, X), state
+    used = state
+    state, _ = step(state, X)
     assert used["b"].is_deleted()
     assert step.lower(used, X)
     with pytest.raises(

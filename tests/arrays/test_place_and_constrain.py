@@ -138,7 +138,8 @@ def test_constrain_keeps_the_memory_kind():
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
     sharding_plan = plan_on(mesh)
-    specs = P(*[axis if axis in manual else None for axis in ("data", "tensor")])
+    manual_axes = {axis: axis for axis in manual}
+    specs = P(manual_axes.get("data"), manual_axes.get("tensor"))
     x = jax.device_put(X, NamedSharding(mesh, specs))
 
     @jax.jit

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import gc
 import inspect
+import itertools
 import itertools as it
 import math
 import weakref
@@ -89,8 +90,7 @@ def around(value):
 # Strings are compared as keys by what they say.
 PLACED = [
     (pair, place)
-    for pair in DIFFERENT
-    for place in around(1)
+    for pair, place in itertools.product(DIFFERENT, around(1))
     if place != "key" or not isinstance(pair[1], str)
 ]
 

@@ -37,7 +37,8 @@ class Net(eqx.Module):
 
     def __init__(self):
         self.mlp = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
-        self.act, self.scale = jax.nn.relu, jnp.ones(8)
+        self.act = jax.nn.relu
+        self.scale = jnp.ones(8)
 
 
 def forms():

@@ -55,10 +55,11 @@ def hostile(tmp_path_factory):
     paths = {name: tmp_path_factory.mktemp("hostile") for name in makers}
     for name, make in makers.items():
         make(paths[name], name)
-    todo = json.dumps(
-        [(str(path), 4 if name in TOO_LARGE else 8) for name, path in paths.items()]
-    )
-    command = [sys.executable, "-c", textwrap.dedent(LOADS), todo]
+    todo = []
+    for name, path in paths.items():
+        rows = 4 if name in TOO_LARGE else 8
+        todo.append((str(path), rows))
+    command = [sys.executable, "-c", textwrap.dedent(LOADS), json.dumps(todo)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -255,29 +256,25 @@ PACKED = {
             ("v2", "v2", {}, "1.0"),
         )
     },
-    **{
-        f"shards, {name} at the {location}": (
-            {
-                "codecs": [
-                    sharded(
-                        [2, 8],
-                        [LITTLE, BLOSC],
-                        index_codecs=table,
-                        index_location=location,
-                    )
-                ]
-            },
-            "c/1/0",
-            (32 + 4 * (SUM in table)) * (location == "start"),
-        )
-        for name, table in {
-            "summed": [LITTLE, SUM],
-            "little": [LITTLE],
-            "big": [BIG],
-        }.items()
-        for location in ("start", "end")
-    },
 }
+for name, table in {
+    "summed": [LITTLE, SUM],
+    "little": [LITTLE],
+    "big": [BIG],
+}.items():
+    table_bytes = 32 + 4 * (SUM in table)
+    for location, first in (("start", table_bytes), ("end", 0)):
+        codec = sharded(
+            [2, 8],
+            [LITTLE, BLOSC],
+            index_codecs=table,
+            index_location=location,
+        )
+        PACKED[f"shards, {name} at the {location}"] = (
+            {"codecs": [codec]},
+            "c/1/0",
+            first,
+        )
 
 
 @pytest.mark.parametrize("is_database", [False, True])
@@ -312,10 +309,8 @@ def test_chunks_packed_by_blosc_load_if_their_claims_are_true(
     held = store[key]
     last = held.rindex(held[first : first + 4])
     store[key] = held[: last + 4] + b"\xff\xff\xff\x7f" + held[last + 8 :]
-    claim = (
-        "claims to unpack to 2147483647 bytes, and a chunk of it has"
-        f" {64 if 'shards' in name else 128}"
-    )
+    chunk_bytes = 64 if "shards" in name else 128
+    claim = f"claims to unpack to 2147483647 bytes, and a chunk of it has {chunk_bytes}"
     with pytest.raises(CheckpointError, match=claim):
         checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 

@@ -255,14 +255,10 @@ HEADERS = {
                     b"1" * 309,
                 )
             ],
-            *[
-                (b"[" * n + b"]" * n, None if n < 126 else "nested ")
-                for n in (125, 126, 5000)
-            ],
-            *[
-                (b'{"y":' * n + b"1" + b"}" * n, None if n < 126 else "nested ")
-                for n in (125, 126)
-            ],
+            (b"[" * 125 + b"]" * 125, None),
+            *[(b"[" * n + b"]" * n, "nested ") for n in (126, 5000)],
+            (b'{"y":' * 125 + b"1" + b"}" * 125, None),
+            (b'{"y":' * 126 + b"1" + b"}" * 126, "nested "),
             *[
                 (value, "")
                 for value in (b"NaN", b"1e999", b'"\\ud800"', b"-" + b"1" * 401)

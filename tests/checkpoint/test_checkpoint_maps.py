@@ -2,6 +2,7 @@
 whole arrays.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -383,13 +384,11 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     equal(through_programs(placed, plan, map=cast), whole)
     checkpoint.save(tmp_path / "x.safetensors", {"x": x}, source)
     equal(checkpoint.load(tmp_path / "x.safetensors", plan, cast), whole)
-    plain = TreeMap(
-        {
-            path: "x" if path.startswith("y") else rule
-            for path, rule in cast.rules.items()
-        },
-        casts=True,
-    )
+    rules: dict[str, From | str] = dict(cast.rules)
+    for path in rules:
+        if path.startswith("y"):
+            rules[path] = "x"
+    plain = TreeMap(rules, casts=True)
     equal(checkpoint.load(tmp_path / "x.safetensors", plan, plain), whole)
     checkpoint.save(tmp_path / "y.safetensors", {"x": x}, source, map=cast)
     equal(checkpoint.load(tmp_path / "y.safetensors", plan), whole)
@@ -421,9 +420,7 @@ def test_many_small_arrays_of_one_leaf(tmp_path, last):
     """An array of another shape is between them, one is needed twice, and one in part."""
     files = {
         f"l.{i}.e.{e}.{name}": np.full((4, 6), 10 * i + e, np.float32)
-        for i in (0, 1)
-        for e in (0, 1)
-        for name in "ab"
+        for i, e, name in itertools.product((0, 1), (0, 1), "ab")
     }
     array = np.ones((4, 6), np.float32)
     values = np.arange(48, dtype=np.float32).reshape(8, 6)

@@ -285,8 +285,11 @@ CALLS = [("pwritev", 1), ("pwritev", 3), ("fsync", 1), ("fsync", 2)]
 # Only what is a folder needs one.
 @pytest.mark.parametrize(
     ("target", "name", "number"),
-    [(target, *call) for target in ("step", "model.safetensors") for call in CALLS]
-    + [("step", "mkdir", 2)],
+    [
+        *[("step", *call) for call in CALLS],
+        *[("model.safetensors", *call) for call in CALLS],
+        ("step", "mkdir", 2),
+    ],
 )
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number):
     tree = tree_of()
@@ -397,11 +400,9 @@ def killed(tmp_path_factory):
             values = None
             if os.path.exists(folder / target):
                 loaded = checkpoint.load(folder / target, plan)
-                values = {
-                    float(x)
-                    for leaf in jax.tree.leaves(loaded)
-                    for x in np.asarray(leaf).ravel()
-                }
+                values = set()
+                for leaf in jax.tree.leaves(loaded):
+                    values.update(map(float, np.asarray(leaf).ravel()))
             seen[target].append((int(number), int(status), values))
             child.stdin.write("\n")
             child.stdin.flush()

@@ -24,7 +24,9 @@ class Service:
     """
 
     def __init__(self):
-        self.notes, self.is_gone, self.barriers = {}, False, {}
+        self.notes = {}
+        self.is_gone = False
+        self.barriers = {}
         self.lock = threading.Lock()
 
     def _reachable(self):

@@ -82,7 +82,8 @@ def test_two_elements_in_a_byte(tmp_path_factory, mesh, shape, dim, to, by_map):
     if by_map:
         target_sharding = NamedSharding(mesh, P(*entries[::-1]))
         flipped = jax.ShapeDtypeStruct(shape[::-1], dtype, sharding=target_sharding)
-        target["w"], want = flipped, want.T
+        target["w"] = flipped
+        want = want.T
         tree_map = TreeMap({"w": From("w").T, "b": "b"})
     loaded = checkpoint.load(path, target, tree_map, dtype=asked)
     assert loaded["w"].sharding == target["w"].sharding

@@ -1,3 +1,4 @@
+import itertools
 import sys
 
 import numpy as np
@@ -91,9 +92,8 @@ def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
         "mlp.up_proj": (128, 64),
     }
     arrays = {
-        f"model.layers.{i}.{name}.weight": shape
-        for i in range(3)
-        for name, shape in shapes.items()
+        f"model.layers.{layer}.{name}.weight": shapes[name]
+        for layer, name in itertools.product(range(3), shapes)
     }
     (tmp_path / "model-dir").mkdir()
     file = tmp_path / "model-dir" / "model.safetensors"

@@ -15,9 +15,12 @@ def specs_of_plan(entries_by_path):
     """The specs of a plan from its JSON, which has a list for each tuple."""
     specs = {}
     for path, entries in entries_by_path.items():
-        dims = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
-        specs[path] = P(*dims)
+        specs[path] = P(*map(entry_of_json, entries))
     return specs
+
+
+def entry_of_json(entry):
+    return tuple(entry) if isinstance(entry, list) else entry
 
 
 def test_search_chooses_mesh_and_rules_that_run(project, capsys):

@@ -40,7 +40,10 @@ def examples(name):
     ]
 
 
-EXAMPLES = [(name, line) for name in VERBS if name != "demo" for line in examples(name)]
+EXAMPLES = []
+for name in VERBS:
+    if name != "demo":
+        EXAMPLES += [(name, line) for line in examples(name)]
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -24,11 +24,10 @@ def write_files(folder, added=""):
     (folder / "my_model.py").write_text(text)
     (folder / "model-dir").mkdir()
     shapes = {"up": (8, 4), "down": (4, 8)}
-    arrays = {
-        f"layer_{i}.{name}": np.full(shape, i, np.float32)
-        for i in range(3)
-        for name, shape in shapes.items()
-    }
+    arrays = {}
+    for layer in range(3):
+        for name, shape in shapes.items():
+            arrays[f"layer_{layer}.{name}"] = np.full(shape, layer, np.float32)
     save_file(arrays, folder / "model-dir" / "model.safetensors")
 
 

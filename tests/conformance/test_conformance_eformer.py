@@ -401,17 +401,23 @@ MODES = {
 
 def names_of(axes) -> Any:
     """eformer writes "_" where nothing shards; here that is None."""
-    return tuple(
-        tuple(names_of(n)) if isinstance(n, list) else None if n == "_" else n
-        for n in axes
-    )
+    names = []
+    for axis in axes:
+        if isinstance(axis, list):
+            names.append(names_of(axis))
+        elif axis == "_":
+            names.append(None)
+        else:
+            names.append(axis)
+    return tuple(names)
 
 
 def fields(paxis) -> Any:
-    return {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in paxis.items()
-    }
+    return {key: hashable(value) for key, value in paxis.items()}
+
+
+def hashable(value) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 # A raw mesh axis among the names passes where eformer let it pass.

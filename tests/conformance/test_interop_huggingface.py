@@ -27,29 +27,29 @@ def classes():
     is run.
     """
     files = sorted(folder_of("transformers").glob("models/*/configuration_*.py"))
-    nodes = [
-        (file, node) for file in files for node in ast.parse(file.read_text()).body
-    ]
-    class_by_name = {}
-    for file, node in nodes:
-        if isinstance(node, ast.ClassDef):
-            eval_by_unparse = {
-                ast.unparse(statement.targets[0]): eval(
-                    compile(ast.Expression(statement.value), str(file), "eval")
-                )
-                for statement in node.body
-                if isinstance(statement, ast.Assign)
-                and "_plan" in ast.unparse(statement.targets[0])
-            }
-            tensor, expert = (
-                eval_by_unparse.get(f"base_model_{kind}_plan") or {}
-                for kind in ("tp", "ep")
-            )
-            if tensor or expert:
-                class_by_name[file.stem, node.name] = huggingface.Plans(
-                    tensor, expert, {}
-                )
-    return class_by_name
+    plans_by_class = {}
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                values = plan_values(file, node)
+                tensor = values.get("base_model_tp_plan") or {}
+                expert = values.get("base_model_ep_plan") or {}
+                if tensor or expert:
+                    plans = huggingface.Plans(tensor, expert, {})
+                    plans_by_class[file.stem, node.name] = plans
+    return plans_by_class
+
+
+def plan_values(file, node):
+    """The values that a class assigns to names of plans."""
+    values = {}
+    for statement in node.body:
+        if isinstance(statement, ast.Assign):
+            name = ast.unparse(statement.targets[0])
+            if "_plan" in name:
+                code = compile(ast.Expression(statement.value), str(file), "eval")
+                values[name] = eval(code)
+    return values
 
 
 # Hugging Face
@@ -57,9 +57,10 @@ def classes():
 
 def test_every_class_of_transformers_converts(classes):
     assert len(classes) >= 145
-    styles = {
-        style for plans in classes.values() for part in plans for style in part.values()
-    }
+    styles = set()
+    for plans in classes.values():
+        for part in plans:
+            styles.update(part.values())
     assert len(styles) >= 15
     assert styles <= huggingface.STYLES.keys()
     for plans in classes.values():
@@ -300,14 +301,14 @@ def test_a_unit_of_a_module_that_the_plan_lacks_is_named():
 def test_experts_under_their_names_on_disk(module, gate, up, down):
     text = f"model.layers.0.{module}.experts.7"
     tree = {
-        f"{text}.{name}.weight": struct((64, 128) if name == down else (128, 64))
-        for name in (gate, up, down)
+        f"{text}.{gate}.weight": struct((128, 64)),
+        f"{text}.{up}.weight": struct((128, 64)),
+        f"{text}.{down}.weight": struct((64, 128)),
     }
     specs = specs_of(tree, huggingface.rules_of(EXPERTS))
-    expected = [
-        P("tensor") if down not in path else P(None, "tensor") for path in specs
-    ]
-    assert list(specs.values()) == expected
+    for path, spec in specs.items():
+        expected = P(None, "tensor") if down in path else P("tensor")
+        assert spec == expected
     with pytest.raises(
         RuleError,
         match=(

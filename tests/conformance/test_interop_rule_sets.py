@@ -60,12 +60,12 @@ FILE = {
 )
 def test_maxtext_decides_as_flax_does(names):
     mesh_axes, rules = maxtext.rules_of(FILE)
-    flax_rules = [
-        (name, axes if isinstance(axes, str) else tuple(axes))
-        for name, axes in FILE["logical_axis_rules"]
-    ]
+    flax_rules = []
+    for name, axes in FILE["logical_axis_rules"]:
+        flax_rules.append((name, axes if isinstance(axes, str) else tuple(axes)))
     theirs = spmd.logical_to_mesh_axes(names, rules=flax_rules)
-    spec = P(*[None if axis == () else axis for axis in theirs or ()])
+    # An entry without axes, `()`, is none.
+    spec = P(*[axis or None for axis in theirs or ()])
     expected = canonical(spec)
     assert resolve(names, rules).spec == expected
     assert mesh_axes == tuple(FILE["mesh_axes"])
@@ -153,10 +153,10 @@ def assigned_layouts(source):
             case ast.Assign(
                 [ast.Subscript(ast.Name("layout_map"), key)], ast.Tuple(parts)
             ):
-                axes = [
-                    part.id.removesuffix("_dim") if isinstance(part, ast.Name) else None
-                    for part in parts
-                ]
+                axes = []
+                for part in parts:
+                    is_name = isinstance(part, ast.Name)
+                    axes.append(part.id.removesuffix("_dim") if is_name else None)
                 layout_by_name[ast.literal_eval(key)] = tuple(axes)
     return layout_by_name
 

@@ -52,12 +52,11 @@ def modeling(folder):
 
 def unknown(paths, recorded):
     """The parts of paths that no module has for a name."""
-    parts = [
-        part for path in paths for part in re.sub(r"\{[^}]*\}", "0", path).split(".")
-    ]
-    return sorted(
-        {part for part in parts if not part.isdigit()} - recorded - {"weight", "bias"}
-    )
+    parts = set()
+    for path in paths:
+        parts.update(re.sub(r"\{[^}]*\}", "0", path).split("."))
+    names = {part for part in parts if not part.isdigit()}
+    return sorted(names - recorded - {"weight", "bias"})
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -111,7 +110,8 @@ class Layout:
     """As Keras's TensorLayout."""
 
     def __init__(self, axes, device_mesh=None):
-        self.axes, self.device_mesh = axes, device_mesh
+        self.axes = axes
+        self.device_mesh = device_mesh
 
 
 KEYS = (

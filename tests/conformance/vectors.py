@@ -95,7 +95,8 @@ class Suite:
         for v in self.vectors:
             if v["id"] in skipped:
                 assert v["tag"] == "context"
-        self.deviations, self.run = deviations, []
+        self.deviations = deviations
+        self.run = []
 
     def of(self, *functions: str) -> pytest.MarkDecorator:
         chosen = [

@@ -167,8 +167,8 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
     # has no line, and comes last.
     named = [(row.source, row.axes) for row in rows if row.source is not None]
     assert len(set(named)) == len(named)
-    cases = (comparison.rows, comparison.less)
-    assert all(row.source is not None for side in cases for row in side[:-1])
+    for side in (comparison.rows, comparison.less):
+        assert all(row.source is not None for row in side[:-1])
     # What differs is no more than all, and no less than the totals do.
     assert (
         abs(comparison.extra_bytes)

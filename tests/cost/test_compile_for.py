@@ -55,13 +55,11 @@ class _Program:
             "generated_code": 1,
         }
         sizes = {f"{name}_size_in_bytes": count for name, count in counted.items()}
-        sizes |= {
-            f"host_{name}_size_in_bytes": 8 if name == "argument" else 0
-            for name in counted
-        }
-        self.sizes = types.SimpleNamespace(
-            **sizes, **({} if peak is None else {"peak_memory_in_bytes": peak})
-        )
+        sizes |= {f"host_{name}_size_in_bytes": 0 for name in counted}
+        sizes["host_argument_size_in_bytes"] = 8
+        if peak is not None:
+            sizes["peak_memory_in_bytes"] = peak
+        self.sizes = types.SimpleNamespace(**sizes)
         device = types.SimpleNamespace(platform=platform)
         self.input_shardings = ([types.SimpleNamespace(device_set=[device])], {})
 

@@ -258,11 +258,10 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
     costs = PolicySearch(block, (first, x), chip_of(10**9)).costs
     points = choice.frontier(costs)
     relevant = sorted(set().union(*(point.kept for point in points)))
-    subsets = [
-        costs.point(frozenset(subset))
-        for count in range(len(relevant) + 1)
-        for subset in itertools.combinations(relevant, count)
-    ]
+    subsets = []
+    for count in range(len(relevant) + 1):
+        for subset in itertools.combinations(relevant, count):
+            subsets.append(costs.point(frozenset(subset)))
     for limit in np.linspace(0, points[0].bytes, 9):
         best = min(point.seconds for point in subsets if point.bytes <= limit)
         start = next(point for point in points if point.bytes <= limit)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -62,11 +63,8 @@ def drawn(draw):
     if form in ("listed", "uneven"):
         order = draw(st.permutations(order))
     if form == "swapped":
-        order = [
-            row + place * (devices // size)
-            for row in range(devices // size)
-            for place in range(size)
-        ]
+        columns = np.arange(devices).reshape(size, devices // size)
+        order = columns.T.ravel().tolist()
     rows = [order[start : start + size] for start in range(0, devices, size)]
     if form in ("empty", "alone"):
         if form == "empty":
@@ -123,9 +121,9 @@ def test_permutes(devices, channel, data):
     targets = data.draw(st.permutations(range(devices)))
     if channel:
         senders = data.draw(st.lists(st.integers(0, devices - 1), unique=True))
+        pairs = [(source, targets[source]) for source in senders]
     else:
-        senders = [0]
-    pairs = [(source, targets[source] if channel else source) for source in senders]
+        pairs = [(0, 0)]
     text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
     line = (
         "%c = (f32[12], s8[16]) collective-permute(%p, %q),"

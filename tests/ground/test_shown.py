@@ -1,6 +1,7 @@
 """Results show in a console and in a notebook what `print` shows."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,8 @@ def results():
     yield sfx.explain(cut, "wa")
     yield sfx.cost.fit(cut, chip="v5e")
     many = {
-        f"{letter}{other}/w": struct
-        for letter in "abcdefgh"
-        for other, struct in TREE.items()
+        f"{letter}{path}/w": TREE[path]
+        for letter, path in itertools.product("abcdefgh", TREE)
     }
     sharding_plan = sfx.plan(many, MESH, paths=RULES)
     yield sfx.diff(sharding_plan, sfx.plan(many, MESH, paths=WHOLE))

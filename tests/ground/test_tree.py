@@ -123,10 +123,10 @@ class Norms(eqx.Module):
 def test_states_of_modules_have_paths_that_name_the_module():
     _, state = eqx.nn.make_with_state(Norms)()
     parts = ("batch_counter", "batch_state_index/0", "batch_state_index/1")
-    blocks = [f"state/blocks.{i}.{part}" for i in (0, 1) for part in parts]
     paths = list(flatten({"state": state}).paths)
     assert paths == [
-        *blocks,
+        *[f"state/blocks.0.{part}" for part in parts],
+        *[f"state/blocks.1.{part}" for part in parts],
         "state/by_name.a.b",
         "state/by_name.c.d/k",
     ]

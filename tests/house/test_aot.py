@@ -266,11 +266,8 @@ MOVES = [
     # A gather along both dimensions. Concatenated, the shards took two shards and three
     # times the compiler's scratch.
     ("bfloat16", WIDE, (2, 4, 8), P(None, "b"), (16, 4), P(None, "b")),
-    *(
-        (dtype, WIDE, *move)
-        for dtype in ("bfloat16", "float32")
-        for move in OF_TWO_SHARDS
-    ),
+    *[("bfloat16", WIDE, *move) for move in OF_TWO_SHARDS],
+    *[("float32", WIDE, *move) for move in OF_TWO_SHARDS],
 ]
 
 

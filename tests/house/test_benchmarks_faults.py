@@ -3,6 +3,7 @@ the mutations of `benchmarks/faults`.
 """
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -95,10 +96,15 @@ def test_odd_sizes_of_layers_are_drawn_where_they_trace():
 
 
 def test_a_draw_repeats_and_travels_as_json():
-    first = [case for n in range(1, 50, 2) for case in _draws.draw(3, n, 2)]
-    again = [case for n in range(1, 50, 2) for case in _draws.draw(3, n, 2)]
+    first = []
+    again = []
+    for number in range(1, 50, 2):
+        first += _draws.draw(3, number, 2)
+        again += _draws.draw(3, number, 2)
     assert first == again
-    drawn = {op.name for case in first for op in case.program.operations}
+    drawn = set()
+    for case in first:
+        drawn.update(op.name for op in case.program.operations)
     assert len(drawn) > len(OPERATIONS) / 3
     for case in first:
         text = json.dumps(_data.to_json(case))
@@ -177,8 +183,8 @@ def test_the_minimiser_keeps_what_fails_and_nothing_else():
     assert count == len(tried) - 1
     assert [op.name for op in smallest.program.operations] == ["slice"]
     assert not smallest.program.gradient
-    cut = [entry for spec in smallest.layout.arguments for entry in spec if entry]
-    assert cut == ["b"]
+    entries = itertools.chain.from_iterable(smallest.layout.arguments)
+    assert [entry for entry in entries if entry] == ["b"]
     assert smallest.layout.results is None
     assert smallest.layout.constraints == (None,)
     assert np.prod(smallest.program.first.shape) < 32

@@ -126,7 +126,7 @@ def is_public(name: str) -> bool:
     return not name.startswith("_") or name == "__init__"
 
 
-EXAMPLES = [example for path in SOURCES for example in docstrings(path)]
+EXAMPLES = list(itertools.chain.from_iterable(map(docstrings, SOURCES)))
 
 
 @pytest.fixture
@@ -160,15 +160,11 @@ def test_every_fence_is_closed():
 
 def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
     """The lines of code that a page would cut off, those in `languages` apart."""
-    fences = [
-        fence for fence in FENCE.finditer(text) if fence["language"] not in languages
-    ]
-    return [
-        line
-        for fence in fences
-        for line in textwrap.dedent(fence["body"]).splitlines()
-        if len(line) > WIDTH
-    ]
+    lines = []
+    for fence in FENCE.finditer(text):
+        if fence["language"] not in languages:
+            lines += textwrap.dedent(fence["body"]).splitlines()
+    return [line for line in lines if len(line) > WIDTH]
 
 
 def test_lines_of_code_fit_the_page():
@@ -178,10 +174,10 @@ def test_lines_of_code_fit_the_page():
     assert too_wide(lines[1], ("python",)) == []
     # A command of the README stands on one line, so that it is copied whole; .ci/run
     # reads it there.
-    texts = [
-        (page, page.read_text(), ("bash",) if page.name == "README.md" else ())
-        for page in PAGES
-    ]
+    actual = []
+    for page in PAGES:
+        languages = ("bash",) if page.name == "README.md" else ()
+        actual += [(page, line) for line in too_wide(page.read_text(), languages)]
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for path in (path for path in SOURCES if "```" in path.read_text()):
         nodes = [
@@ -189,12 +185,9 @@ def test_lines_of_code_fit_the_page():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, owners)
         ]
-        texts += [(path, ast.get_docstring(node) or "", ()) for node in nodes]
-    actual = [
-        (path, line)
-        for path, text, languages in texts
-        for line in too_wide(text, languages)
-    ]
+        for node in nodes:
+            text = ast.get_docstring(node) or ""
+            actual += [(path, line) for line in too_wide(text)]
     assert actual == []
 
 
@@ -220,15 +213,12 @@ def files_named(text: str) -> dict[str, Path]:
     or from the package's.
     """
     names = re.findall(rf"`({FILE}|[\w.]+/)`", text)
-    arrays = {
-        name: [
-            root / name for root in (ROOT, ROOT / "shardfx") if (root / name).exists()
-        ]
-        for name in names
-    }
-    return {
-        name: match[0] if match else Path("missing") for name, match in arrays.items()
-    }
+    files = {}
+    for name in names:
+        candidates = (ROOT / name, ROOT / "shardfx" / name)
+        existing = (file for file in candidates if file.exists())
+        files[name] = next(existing, Path("missing"))
+    return files
 
 
 def test_files_and_functions_of_contributing_exist():
@@ -263,9 +253,9 @@ def test_contributing_knows_every_room_and_readme_line():
         r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
     expected = matches[1:]
-    names = {
-        name for cell in expected for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)
-    }
+    names = set()
+    for cell in expected:
+        names.update(re.findall(r"`(?:shardfx\.)?(\w+)`", cell))
     recorded = {*re.findall(r"\w+", index)}
     aliases = {"PathRules": "path_rules", "AxisRules": "axis_rules", "plan": "planner"}
     actual = [name for name in sorted(names) if aliases.get(name, name) not in recorded]

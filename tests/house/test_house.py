@@ -8,6 +8,7 @@ import graphlib
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import pkgutil
 import re
@@ -134,7 +135,7 @@ def test_init_is_a_table_of_contents():
             PACKAGE / "interop": ["Import", "Import", "If", "Assign", *functions],
         }
         assert others == late.get(path.parent, []), path
-        names = [alias for node in entries for alias in node.names]
+        names = list(itertools.chain.from_iterable(node.names for node in entries))
         assert not is_root or all(alias.asname == alias.name for alias in names), (
             "write `x as x`"
         )
@@ -166,12 +167,10 @@ def test_the_parts_that_load_late_are_there():
 
 
 def test_every_public_name_is_listed():
-    named = {
-        alias.asname
-        for node in ast.walk(tree_of(PACKAGE / "__init__.py"))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    named = set()
+    for node in ast.walk(tree_of(PACKAGE / "__init__.py")):
+        if isinstance(node, ast.ImportFrom):
+            named.update(alias.asname for alias in node.names)
     space: dict = {}
     exec("from shardfx import *", space)
     expected = set(dir(shardfx)) - {"__version__"}
@@ -438,14 +437,12 @@ def documented() -> set[str]:
 def exported(package: Path) -> set[str]:
     """What a package's `__init__` exports, subpackages apart."""
     nodes = ast.walk(tree_of(package / "__init__.py"))
-    imported = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and node.module
-    ]
-    return {
-        ".".join((*package.relative_to(ROOT).parts, alias.name))
-        for node in imported
-        for alias in node.names
-    }
+    package_name = ".".join(package.relative_to(ROOT).parts)
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{package_name}.{alias.name}" for alias in node.names)
+    return names
 
 
 def public() -> set[str]:

@@ -68,15 +68,13 @@ def axes_at(leaf: LeafPlan | Decision, dim: int | None) -> set[str]:
         chosen = entries
     else:
         chosen = entries[dim : dim + 1]
-    return {axis for entry in chosen for axis in entry_axes(entry)}
+    return set(itertools.chain.from_iterable(map(entry_axes, chosen)))
 
 
 def is_granted(leaf: LeafPlan | Decision, wish: Wish, sizes: dict[str, int]) -> bool:
     has = axes_at(leaf, wish.dim)
-    return any(
-        has.issuperset(axis for axis in axes if sizes.get(axis) != 1)
-        for axes in wish.alternatives
-    )
+    trivial = {axis for axis, size in sizes.items() if size == 1}
+    return any(has.issuperset(set(axes) - trivial) for axes in wish.alternatives)
 
 
 def is_told(leaf: LeafPlan | Decision, wish: Wish) -> bool:
@@ -84,7 +82,7 @@ def is_told(leaf: LeafPlan | Decision, wish: Wish) -> bool:
     about = [
         why for why in leaf.reasons if wish.dim is None or why.dim in (None, wish.dim)
     ]
-    named = {axis for why in about for axis in why.axes}
+    named = set(itertools.chain.from_iterable(why.axes for why in about))
     has = axes_at(leaf, wish.dim)
     return any(why.code.is_expected for why in about) or any(
         named.issuperset(set(axes) - has) for axes in wish.alternatives
@@ -97,7 +95,9 @@ def check(leaf: LeafPlan | Decision, wishes: list[Wish], sizes: dict[str, int]) 
         assert is_told(leaf, wish), (leaf, wish)
     # A reason is never made up. An axis that two parts of a rule request is left out:
     # the second may get what the first did not.
-    axes = [axis for wish in wishes for axis in itertools.chain(*wish.alternatives)]
+    axes = []
+    for wish in wishes:
+        axes += itertools.chain(*wish.alternatives)
     if len(set(axes)) < len(axes):
         return
     unsure = (Code.scalar, Code.duplicate, Code.blocked, Code.small)
@@ -181,7 +181,7 @@ def requests(
         wishes = wishes_of_names(names, rules, mode)
     elif kind in ("spec", "callable"):
         entries = draw(st.lists(ENTRIES, max_size=len(shape)))
-        axes = [axis for entry in entries for axis in entry_axes(entry)]
+        axes = list(itertools.chain.from_iterable(map(entry_axes, entries)))
         if len(set(axes)) == len(axes):
             spec = P(*entries)
         else:
@@ -209,12 +209,12 @@ def requests(
 
 
 # All shapes up to rank 3 of these sizes.
-ALL_SHAPES = [
-    shape
-    for rank in range(1, 4)
-    for shape in itertools.product([1, 2, 3, 4], repeat=rank)
-]
-SKIPS = [dims for count in range(4) for dims in itertools.combinations(range(3), count)]
+ALL_SHAPES = []
+for rank in range(1, 4):
+    ALL_SHAPES += itertools.product([1, 2, 3, 4], repeat=rank)
+SKIPS = []
+for count in range(4):
+    SKIPS += itertools.combinations(range(3), count)
 
 
 def planned(

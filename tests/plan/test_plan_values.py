@@ -397,13 +397,12 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The places in the JSON that a test can edit."""
     if path:
         yield path
-    for key, below in (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    ):
+    entries = ()
+    if isinstance(node, dict):
+        entries = node.items()
+    elif isinstance(node, list):
+        entries = enumerate(node)
+    for key, below in entries:
         yield from places(below, (*path, key))
 
 

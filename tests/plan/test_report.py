@@ -248,7 +248,7 @@ def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
     expected = [" ".join(line.split()) for line in lines]
     assert shown == expected
     texts = [html.unescape(text) for text in re.findall("<p>(.*?)</p>", page)]
-    assert texts == [line for part in below for line in part.splitlines()]
+    assert texts == "\n".join(below).splitlines()
 
 
 def test_plans_of_leaves_and_codes_read_well():

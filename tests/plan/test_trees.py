@@ -58,11 +58,8 @@ class WithoutKeys(list):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        model = nnx.Linear(8, 16, rngs=rngs)
-        self.linear, self.norm = (
-            model,
-            nnx.BatchNorm(16, rngs=rngs),
-        )
+        self.linear = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
 
 
 def small_types() -> dict[str, jax.Array]:

@@ -256,11 +256,9 @@ def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.n
     before, layers = _prefixes(family)
     arrays = _ends(family, files, before)
     for stack, start, stop, groups in _STACKED["stacks"][family]:
-        rows = {
-            path: name
-            for group in groups
-            for path, name in _STACKED["rows"][group].items()
-        }
+        rows = {}
+        for group in groups:
+            rows |= _STACKED["rows"][group]
         for path, name in rows.items():
             layers_of_name = [
                 _layer(files, f"{before}{layers}.{i}.{name}")

@@ -1,5 +1,7 @@
 """Maps between real layouts: bitwise what NumPy makes of the arrays, there and back."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -130,13 +132,10 @@ def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards
         np.repeat(projection, max(1, shards // kv_heads), axis=0)
         for projection in (key, value)
     )
-    parts = [
-        projection
-        for shard in zip(
-            *[np.split(each, shards) for each in (query, key, value)], strict=True
-        )
-        for projection in shard
-    ]
+    parts = []
+    for number in range(shards):
+        for projection in (query, key, value):
+            parts.append(np.split(projection, shards)[number])
     expected = np.concatenate(parts).reshape(-1, 32)
     assert (weights[f"{text}qkv_proj.weight"] == expected).all()
     assert (weights[f"{text}o_proj.weight"] == files[f"{text}o_proj.weight"]).all()
@@ -167,8 +166,9 @@ def convolutions_are_turned(weights, files):
     query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
     halves = [
         projection[:, half].T
-        for half in (slice(16), slice(16, 32))
-        for projection in (query, key, value)
+        for half, projection in itertools.product(
+            (slice(16), slice(16, 32)), (query, key, value)
+        )
     ]
     fused = weights["transformer.h.2.attn.c_attn.weight"]
     assert (fused == np.concatenate(halves)).all()

@@ -32,10 +32,11 @@ def blocks(family, layers):
     if not family.startswith("gemma3"):
         return [("layers", "", range(layers))]
     full = layers - layers % 6
-    scanned = [
-        (f"layers/layers_{layer}", "", range(layer, full, 6))
-        for layer in range(6 if full else 0)
-    ]
+    scanned = []
+    if full:
+        scanned = [
+            (f"layers/layers_{layer}", "", range(layer, full, 6)) for layer in range(6)
+        ]
     return scanned + [
         (f"layers_remainder/layers_{layer - full}", "", layer)
         for layer in range(full, layers)
@@ -92,11 +93,9 @@ def by_hand(family, files, layers):
         path = path if path == "lm_head.weight" else f"{before}{path}"
         if path in files:
             arrays[f"params/{name}"] = one(name, path)
-    rows = {
-        mine: theirs
-        for group in NAMES["families"][family]
-        for mine, theirs in NAMES[group].items()
-    }
+    rows = {}
+    for group in NAMES["families"][family]:
+        rows |= NAMES[group]
     for position, end, numbers in blocks(family, layers):
         for name, path in rows.items():
             block, _, rest = name.partition("/")

@@ -1,4 +1,5 @@
 import inspect
+import itertools
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ from tests.specs import canonical
 MODES = (tokens.MODE_TRAIN, tokens.MODE_PREFILL, tokens.MODE_DECODE, tokens.MODE_INSERT)
 PRESETS = {
     "eformer": eformer(),
-    **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)},
+    **{f"t5x({a}, {p})": t5x(a, p) for a, p in itertools.product((1, 2), (1, 2))},
 }
 
 

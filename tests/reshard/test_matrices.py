@@ -182,14 +182,11 @@ def test_any_layout_and_any_owners(seed):
         shapes = [(6, 12), (24, 24), (5, 7), (2, 3, 24)]
         rest = rng.choice(shapes)
         axes = rng.sample([*sizes], len(sizes))
-        entries = [
-            (
-                axes.pop()
-                if axes and size % sizes[axes[-1]] == 0 and rng.random() < 0.7
-                else None
-            )
-            for size in rest
-        ]
+        entries = []
+        for size in rest:
+            divides = bool(axes) and size % sizes[axes[-1]] == 0
+            is_sharded = divides and rng.random() < 0.7
+            entries.append(axes.pop() if is_sharded else None)
         tree[f"w{position}"] = x = jax.random.normal(
             jax.random.key(position), (*many, *rest)
         )

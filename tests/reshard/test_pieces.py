@@ -205,14 +205,12 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
     expected = values((8,))
     source = NamedSharding(mesh(range(8), (2, 4)), spec)
     boxes = source.devices_indices_map((8,)).items()
-    shards = [
-        expected[box] if device in devices[3:] else np.full_like(expected[box], -7)
-        for device, box in boxes
-    ]
-    placed = [
-        jax.device_put(shard, device)
-        for shard, device in zip(shards, devices, strict=True)
-    ]
+    placed = []
+    for device, box in boxes:
+        shard = expected[box]
+        if device not in devices[3:]:
+            shard = np.full_like(shard, -7)
+        placed.append(jax.device_put(shard, device))
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
     array = transfer(x, target, lost=tuple(devices[:3]), donate=donate, method=method)

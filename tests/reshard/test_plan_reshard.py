@@ -202,16 +202,14 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     # checked against.
     total = sum(leaf.held_bytes)
     assert total - min(leaf.held_bytes) <= leaf.peak_bytes <= total + move.extra_bytes
-    cases = ((ours, src), (theirs, dst))
-    bare = [
-        NamedSharding(
-            end.mesh.abstract_mesh,
-            end.spec,
-            memory_kind="pinned_host" if "hosted" in name else None,
-        )
-        for name, end in cases
-        if isinstance(end, NamedSharding) and name != "turned"
-    ]
+    bare = []
+    for name, end in ((ours, src), (theirs, dst)):
+        if isinstance(end, NamedSharding) and name != "turned":
+            memory_kind = "pinned_host" if "hosted" in name else None
+            sharding = NamedSharding(
+                end.mesh.abstract_mesh, end.spec, memory_kind=memory_kind
+            )
+            bare.append(sharding)
     if len(bare) == 2 and "other names" not in (ours, theirs):
         reshard_plan = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1]))
         (other,) = reshard_plan.leaves

@@ -304,12 +304,13 @@ def test_a_limit_on_memory_is_kept(move, layouts, limit):
 def live_bytes():
     """Per device the bytes of all buffers that are alive."""
     counts = collections.Counter()
-    pairs = {
-        (item.device, item.data.unsafe_buffer_pointer()): item
-        for x in jax.live_arrays()
-        for item in pieces_of(x)
-    }
-    for (device, _), piece in pairs.items():
+    # A buffer of several arrays counts once.
+    piece_of_buffer = {}
+    for x in jax.live_arrays():
+        for piece in pieces_of(x):
+            buffer = (piece.device, piece.data.unsafe_buffer_pointer())
+            piece_of_buffer[buffer] = piece
+    for (device, _), piece in piece_of_buffer.items():
         counts[device] += piece.data.nbytes
     return counts
 

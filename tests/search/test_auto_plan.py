@@ -236,11 +236,9 @@ def test_paths_that_differ_in_numbers_alone_can_differ_in_rules():
 
 
 def test_a_rule_for_numbers_leaves_out_those_of_other_steps():
-    first, second, usual = (
-        (_shape_rules.Step(("a",)),),
-        (_shape_rules.Step(("b",)),),
-        (_shape_rules.Step(("c",)),),
-    )
+    first = (_shape_rules.Step(("a",)),)
+    second = (_shape_rules.Step(("b",)),)
+    usual = (_shape_rules.Step(("c",)),)
     steps_by_path = {
         "dec/a-0/x/w": first,
         "dec/a-1/x/w": first,

@@ -42,20 +42,17 @@ def rules_for(step, args, **axes):
     cuts, in order.
     """
     known_names = [axis.name for axis in name_axes(step, *args).axes]
+    cuts: dict[str, tuple[str, ...]] = {}
+    for axis, names in axes.items():
+        for name in names:
+            if name in known_names:
+                cuts[name] = (*cuts.get(name, ()), axis)
     # What comes first in the rules is what an axis prefers.
-    chosen_names = [
-        name for names in axes.values() for name in names if name in known_names
-    ]
-    cuts = {
-        name: tuple(axis for axis, names in axes.items() if name in names)
-        for name in chosen_names
-    }
-    entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
-    rules = [*entries, *((name, None) for name in known_names if name not in cuts)]
-    return AxisRules(
-        rules,
-        mesh_axes=tuple(axes),
-    )
+    rules = []
+    for name, cut in cuts.items():
+        rules += [(name, target) for target in (cut, *cut)]
+    rules += [(name, None) for name in known_names if name not in cuts]
+    return AxisRules(rules, mesh_axes=tuple(axes))
 
 
 def placed(step, args, mesh, rules):

@@ -64,12 +64,9 @@ def by_hand(terms, chip, assignments, sizes, total):
         if size > 1
     ]
     rings = sum(ways) / len(ways)
-    slice_hops = sum(
-        size // 2 if ring else size - 1
-        for ring, size in zip(
-            topology.wraps(chip.kinds[0], extents), extents, strict=True
-        )
-    )
+    slice_hops = 0
+    for ring, size in zip(topology.wraps(chip.kinds[0], extents), extents, strict=True):
+        slice_hops += size // 2 if ring else size - 1
     for assignment, size in zip(assignments, sizes, strict=True):
         largest = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total))
         links = largest * rings
@@ -164,9 +161,7 @@ def test_too_many_candidates_lose_the_last_assignments(
 ):
     monkeypatch.setattr(core, "_MOST_CANDIDATES", 2000)
     candidates = core.find(random_terms(0, assignments=24), machine("v5p", 64), 64)
-    limit = max(
-        assignment for candidate in candidates for assignment in candidate.assignments
-    )
+    limit = max(max(candidate.assignments) for candidate in candidates)
     assert 1 < limit < 12
 
 

@@ -180,11 +180,17 @@ def deepseek() -> tuple[Any, Any]:
         path: jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16)
         for path, shape, _, _ in DEEPSEEK["leaves"]
     }
-    names = {
-        path: tuple(None if word == "-" else word for word in text.split())
-        for path, _, text, _ in DEEPSEEK["leaves"]
-    }
+    names = {path: axes_of(text) for path, _, text, _ in DEEPSEEK["leaves"]}
     return shapes, names
+
+
+def axes_of(text):
+    """The logical axes in a text, where "-" is none."""
+    axes = text.split()
+    for dim, axis in enumerate(axes):
+        if axis == "-":
+            axes[dim] = None
+    return tuple(axes)
 
 
 MESHES = {

@@ -2,6 +2,7 @@
 hostile names.
 """
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -445,15 +446,16 @@ def test_widths_and_colours(browser, tmp_path, width, scheme):
 
 
 def luminance(colour: str) -> float:
-    parts = [
-        int(part) / 255
-        for part in colour.removeprefix("rgb(").removesuffix(")").split(",")
-    ]
-    red, green, blue = [
-        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
-        for part in parts
-    ]
+    parts = colour.removeprefix("rgb(").removesuffix(")").split(",")
+    red, green, blue = [linear(int(part) / 255) for part in parts]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def linear(part: float) -> float:
+    """The intensity of a part of an sRGB colour."""
+    if part <= 0.03928:
+        return part / 12.92
+    return ((part + 0.055) / 1.055) ** 2.4
 
 
 def contrast(colour: str, other: str) -> float:
@@ -466,8 +468,9 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
     title = "<script>window.pwned = 3</script>"
     bad = [
         finding(**{field: name})
-        for name in HOSTILE
-        for field in ("where", "message", "fix", "code")
+        for name, field in itertools.product(
+            HOSTILE, ("where", "message", "fix", "code")
+        )
     ]
     page = Page(
         browser,

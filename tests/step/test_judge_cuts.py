@@ -11,12 +11,11 @@ from shardfx._step.judge.verdict import Unjudged
 def written_out(cut: cut_sets.Cut, device: int) -> list[int]:
     """The positions that a device holds, one after another."""
     starts = cut.starts[device].tolist()
-    return [
-        start + number * cut.step
-        for start, length in zip(starts, cut.lengths, strict=True)
-        if start != cut_sets.HOLE
-        for number in range(length)
-    ]
+    positions: list[int] = []
+    for start, length in zip(starts, cut.lengths, strict=True):
+        if start != cut_sets.HOLE:
+            positions += [start + number * cut.step for number in range(length)]
+    return positions
 
 
 def expected_terms(cut: cut_sets.Cut, size: int, devices: int) -> set[int] | None:

@@ -58,7 +58,8 @@ PAIR = re.compile(r"\{(\d+),(\d+)\}")
 
 
 def shifted(bounds: re.Match[str]) -> str:
-    start, stop = int(bounds[1]), int(bounds[2])
+    start = int(bounds[1])
+    stop = int(bounds[2])
     shift = -1 if start else 1
     return f"slice={{[{start + shift}:{stop + shift}]"
 

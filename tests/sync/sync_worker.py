@@ -25,8 +25,11 @@ LAYERS = 12
 def plans(own, devices):
     """A trainer of 8 devices, and an engine of 4 with fused, repeated, bf16 weights."""
     jax.config.update("jax_num_cpu_devices", devices)
-    trained = {f"layers/{i}/{name}": jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
-               for i in range(LAYERS) for name in ("query", "key")}  # fmt: skip
+    weight = jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
+    trained = {}
+    for layer in range(LAYERS):
+        trained[f"layers/{layer}/query"] = weight
+        trained[f"layers/{layer}/key"] = weight
     repeated = From("layers/{i}/key").T.repeat(2, dim=0, unit=DIM)
     parts = [From("layers/{i}/query").T, repeated]
     rules = {"{i}.qk": From.concat(parts).cast("bfloat16")}
@@ -70,11 +73,9 @@ def serve(port):
         except SyncError as error:
             failed = error
         # What it has is of one revision, whole.
-        values = {
-            float(x)
-            for leaf in (receiver.arrays or {}).values()
-            for x in np.unique(np.asarray(leaf))
-        }
+        values = set()
+        for leaf in (receiver.arrays or {}).values():
+            values.update(map(float, np.unique(np.asarray(leaf))))
         print(
             "kept" if failed else "has",
             receiver.revision,

@@ -35,7 +35,8 @@ class Wire:
     """A channel in memory."""
 
     def __init__(self):
-        self.pieces, self.revision = [], 0
+        self.pieces = []
+        self.revision = 0
 
     def put(self, round, pieces):
         self.pieces += [(round, piece.copy()) for piece in pieces]
@@ -72,7 +73,8 @@ def carried(plan, arrays, dst):
     wires = {sender: Wire() for sender in plan.senders_to(0)}
     for sender, wire in wires.items():
         send(plan, arrays, wire, 7, sender=sender, receiver=0, check_content=True)
-    total = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
+    pieces = it.chain.from_iterable(wire.pieces for wire in wires.values())
+    total = sum(piece.nbytes for _, piece in pieces)
     sent = total - len(wires) * len(plan.leaves) * 16  # the sums of the content
     made, revision = receive(plan, dst, wires, receiver=0, check_content=True)
     assert revision == 7
@@ -534,8 +536,8 @@ def test_sums_of_content_are_sent_in_rounds(monkeypatch):
     _, dst, plan, tree = job()
     rounds = contents.sum_rounds(plan)
     assert len(rounds) > 1
-    numbers = [number for leaves in rounds for number in leaves]
-    assert numbers == list(range(len(plan.leaves)))
+    numbers = it.chain.from_iterable(rounds)
+    assert list(numbers) == list(range(len(plan.leaves)))
     arrays, _ = carried(plan, tree, dst)
     for path, leaf in tree.items():
         same(bits(arrays[path]), bits(leaf))

@@ -347,7 +347,8 @@ def test_a_changed_hello_fails_the_proof(served):
             count = [0]
 
             def change(data, position=position, count=count):
-                start, count[0] = count[0], count[0] + len(data)
+                start = count[0]
+                count[0] += len(data)
                 if start <= position < count[0]:
                     changed = bytearray(data)
                     changed[position - start] ^= 1
@@ -437,7 +438,8 @@ def test_secrets_that_begin_alike_have_nothing_in_common():
     transcript = bytes(32)
     secrets = [SECRET, SECRET + b"\0", SECRET + shared, SECRET[:-1]]
     keys = [handshake._Keys(secret, shared, transcript) for secret in secrets]
-    proofs = {each.proof(role) for each in keys for role in ("sender", "receiver")}
+    proofs = {key.proof("sender") for key in keys}
+    proofs |= {key.proof("receiver") for key in keys}
     assert len(proofs) == 2 * len(secrets)
 
 

@@ -94,7 +94,8 @@ PART_PAUSE_SECONDS = TIMEOUT_SECONDS / 3
 
 def session_keys(number):
     """Two ends of a session: what one sends under a key, the other expects under it."""
-    ours, theirs = bytes([1] * 32), bytes([2] * 32)
+    ours = bytes([1] * 32)
+    theirs = bytes([2] * 32)
     keys = [(ours, theirs), (theirs, ours)][number]
     return handshake.SessionKeys(*keys)
 

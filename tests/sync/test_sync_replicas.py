@@ -1,5 +1,6 @@
 """An engine of four processes whose replicas pull each element once, and spread it."""
 
+import itertools
 import socket
 import threading
 import time
@@ -120,7 +121,7 @@ def test_replicas_that_pull_once_get_what_each_would_pull(tmp_path):
         assert outcome.returncode == 0, outcome.log[-4000:]
         results.append(outcome.result)
     for way, transfer in transfers.items():
-        pulls = [pull for result in results for pull in result[way]]
+        pulls = list(itertools.chain.from_iterable(result[way] for result in results))
         assert all(is_right for _, is_right, _, _ in pulls)
         for turn in zip(*[result[way] for result in results], strict=True):
             assert len({revision for revision, *_ in turn}) == 1

@@ -57,6 +57,13 @@ class Planted(NamedTuple):
         return placed
 
 
+def in_bfloat16(array: jax.Array) -> jax.Array:
+    """The array, as bfloat16 if it is float32."""
+    if array.dtype == jnp.float32:
+        return array.astype(jnp.bfloat16)
+    return array
+
+
 PLANTED: dict[str, Planted] = {}
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx.errors import ProgramError
 from shardfx.testing import _check, check_step
-from tests.testing.planted import PLANTED, mesh_of
+from tests.testing.planted import PLANTED, in_bfloat16, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_a_planted_mistake_is_found_on_its_line(name, mesh):
     case = PLANTED[name]
     args = case.arrays(mesh)
     if [*PLANTED].index(name) % 4 == 0:
-        args = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args]
+        args = list(map(in_bfloat16, args))
     right = check_step(lambda mesh: case.make(mesh, False), *args, mesh=mesh)
     assert right, str(right)
     wrong = check_step(

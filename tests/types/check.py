@@ -44,7 +44,8 @@ def lines_with_errors(checker: str, files: list[Path]) -> list[set[int]]:
 
 def with_wrong_types(source: str) -> tuple[str, set[int]]:
     """The source with another type in each `assert_type`, and the lines of these."""
-    lines, asserted = source.splitlines(keepends=True), set()
+    lines = source.splitlines(keepends=True)
+    asserted = set()
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Call)
@@ -75,7 +76,8 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as directory
     ):  # outside, since lint reads the tree meanwhile
-        copy, mistakes = Path(directory) / "wrong.py", Path(directory) / MISTAKES.name
+        copy = Path(directory) / "wrong.py"
+        mistakes = Path(directory) / MISTAKES.name
         copy.write_text(wrong)
         # The file itself is left out of what basedpyright looks at.
         mistakes.write_text(MISTAKES.read_text())

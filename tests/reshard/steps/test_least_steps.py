@@ -23,12 +23,17 @@ from tests.reshard.steps.step_layouts import (
 
 def binary(end: StepLayout) -> StepLayout:
     """`end` with every axis split into factors of 2."""
-    start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
-    dims = tuple(
-        tuple(f for axis in axes for f in range(start[axis], start[axis + 1]))
-        for axes in end.dims
-    )
-    return StepLayout((2,) * int(start[-1]), dims)
+    factors_of_axis: list[range] = []
+    count = 0
+    for size in end.sizes:
+        factors = range(count, count + size.bit_length() - 1)
+        factors_of_axis.append(factors)
+        count = factors.stop
+    dims = []
+    for axes in end.dims:
+        factors_of_dim = [factors_of_axis[axis] for axis in axes]
+        dims.append(tuple(it.chain.from_iterable(factors_of_dim)))
+    return StepLayout((2,) * count, tuple(dims))
 
 
 def steps_from(dims, factors: int, slow: int):
@@ -36,23 +41,20 @@ def steps_from(dims, factors: int, slow: int):
     what it costs.
     """
     share = 2.0 ** -sum(map(len, dims))
+    unused = set(range(factors)).difference(*dims)
     for dim, axes in enumerate(dims):
-        for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
+        for factor in unused:
             yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), 0.0
         for position in range(len(axes)):
             far = 2 ** sum(factor < slow for factor in axes[position:])
             cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - position) - far)
             yield (*dims[:dim], axes[:position], *dims[dim + 1 :]), cost
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        position = [
-            axes[: len(axes) - length]
-            for axes, length in zip(dims, lengths, strict=True)
-        ]
-        moving = [
-            f
-            for axes, length in zip(dims, lengths, strict=True)
-            for f in axes[len(axes) - length :]
-        ]
+        position = []
+        moving = []
+        for axes, length in zip(dims, lengths, strict=True):
+            position.append(axes[: len(axes) - length])
+            moving += axes[len(axes) - length :]
         gainers = [dim for dim, length in enumerate(lengths) if not length]
         if not moving or not gainers:
             continue

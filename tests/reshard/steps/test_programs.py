@@ -130,14 +130,8 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(layouts, source_kind, targe
         result, (source_kind, target_kind), strict=True
     ):
         m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
-        spec = P(
-            *[axes if len(axes) > 1 else axes[0] if axes else None for axes in dims]
-        )
-        sharding = NamedSharding(
-            m,
-            spec,
-        )
-        shardings.append(sharding)
+        spec = P(*[axes or None for axes in dims])
+        shardings.append(NamedSharding(m, spec))
         axis_counts = [int(np.prod([m.shape[axis] for axis in axes])) for axes in dims]
         counts.append(axis_counts)
     shape = tuple(
