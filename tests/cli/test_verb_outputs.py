@@ -113,6 +113,10 @@ $ search no_model:step --target tpu:v5e:2x4 --write no/where.py
 writing 'no/where.py' failed: FileNotFoundError
 $ search no_model:step --target tpu:v5e:2x4 --write - --json
 two results would be printed as one
+$ report no_model:make --mesh fsdp=4 --rules fsdp --html - --json -
+two results would be printed as one
+$ report no_model:make --mesh fsdp=4 --rules fsdp --html no/where.html
+writing 'no/where.html' failed: FileNotFoundError
 $ search no_model:step --target tpu:v5e:2x4 --write kept.py
 no_model
 $ report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step

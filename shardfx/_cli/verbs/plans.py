@@ -32,6 +32,7 @@ from .._screen import (
     answer,
     as_json,
     data_of,
+    require_writable,
     show,
     terminal_width,
     verb,
@@ -293,6 +294,7 @@ def report(
         raise UsageError(
             "Missing option '--html'; say where the page goes, as in --html plan.html"
         )
+    require_writable(html_file, json_file)
     hardware = None if chip is None else chip_of(chip)
     inputs = say_choice(inputs_of(options))
     made_plan = plan_of(options, inputs)
