@@ -26,7 +26,16 @@ from .._ground.spec import (
     unreduced_kind,
     with_reductions,
 )
-from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, Units, strategy_of
+from .._rules import (
+    STRATEGIES,
+    Atomic,
+    AxisRules,
+    Fsdp,
+    Strategy,
+    Units,
+    resolve,
+    strategy_of,
+)
 from ..topology import MeshSpec
 from .decide import correct
 from .leaf import MEMORY_KINDS, PathTree, Row, decode_structure
@@ -135,9 +144,12 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
             f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}"
         )
     mode = data["mode"]
+    axes = decode_rules(data["axes"])
     strict = data.get("strict", False)
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
+    if axes is not None:
+        _require_names(rows, axes, mode)
     path_tree = PathTree(
         paths=tuple(paths),
         treedef=treedef,
@@ -147,7 +159,7 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "mesh": mesh,
         "jax_mesh": None,
-        "axes": decode_rules(data["axes"]),
+        "axes": axes,
         "mode": mode,
         "rows": rows,
         "index": index,
@@ -161,6 +173,15 @@ def encode_mesh(mesh: MeshSpec) -> object:
     types = [kind.name for kind in mesh.axis_types]
     columns = (mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes)
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _require_names(rows: Iterable[Row], axes: AxisRules, mode: str | None) -> None:
+    """Raises `RuleError` or `SpecError`, which `read_json` converts, if the rules
+    `axes` cannot resolve the logical names of an array in the mode `mode`.
+    """
+    for row in rows:
+        if row.names:
+            resolve(row.names, axes, mode=mode)
 
 
 def decode_mesh(data: Any) -> MeshSpec:
@@ -478,6 +499,8 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
             f"row {number}: shape {row.shape} needs one name for each dimension, not"
             f" {row.names!r:.60}."
         )
+    # Raises an error if the requested spec has another rank or an invalid entry.
+    correct(row.requested, row.shape, mesh, units=row.units)
     decision = correct(row.spec, row.shape, mesh, units=row.units)
     if decision.spec != row.spec:
         reason = decision.reasons[0]

@@ -231,7 +231,7 @@ def units_for(request: Request, shape: tuple[int, ...]) -> Units | None:
     """Returns for each dimension of an array of the shape `shape` the number of
     elements that no shard may split, as `request` has them; `None` for 1 everywhere.
     """
-    if request.units is None or request.names is None:
+    if request.units is None or not request.names:
         return request.units
     # The unit of a name is in elements; a dimension of this name may count whole units.
     return units_at(request.names, shape, request.units)

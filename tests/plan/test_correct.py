@@ -403,3 +403,12 @@ def test_an_array_that_counts_units_has_no_unit():
     for leaf in plan.leaves:
         units.append(leaf.units)
     assert units == [(16,), (1,)]
+
+
+@pytest.mark.parametrize("names", [(), (...,), (None, None)])
+def test_units_of_a_rule_without_names(names):
+    rules = sfx.PathRules([("w", sfx.atomic(names, (2, 1)))])
+    axes = sfx.AxisRules([("mlp", "data")])
+    mesh = MeshSpec({"data": 2})
+    made = sfx.plan({"w": jnp.ones((8, 4))}, mesh, paths=rules, axes=axes)
+    assert made["w"].spec == P() and made["w"].units == (2, 1)

@@ -376,6 +376,25 @@ def test_json_brings_back_a_whole_plan():
             lambda d: d.update(mesh={}),
             "`mesh` must hold a list [name, size, axis type, slices] for each axis.",
         ),
+        (
+            lambda d: d["rows"][0].update(requested=[None] * 3 + ["data"]),
+            "SpecError: P(None, None, None, 'data') has 4 entries, but shape (3, 4, 5)",
+        ),
+        (
+            lambda d: d["rows"][0].update(names=[[["a"]], None, None]),
+            "SpecError: (('a',),) is no entry of an array's names",
+        ),
+        (
+            lambda d: d["rows"][0].update(requested=[{"atomic": "a", "unit": 2}]),
+            "is no entry of a PartitionSpec",
+        ),
+        (
+            lambda d: (
+                d["rows"][0].update(names=["a"] + [None] * 2),
+                d.update(mode="q"),
+            ),
+            "RuleError: mode 'q' is unknown",
+        ),
     ],
 )
 def test_json_edited_to_be_invalid(change, text):
@@ -447,6 +466,8 @@ def test_edited_json_is_a_whole_plan_or_an_error(edits):
     assert again == restored
     assert again.leaves == restored.leaves
     assert report(restored)
+    replanned = restored.replan(restored.mesh)
+    assert len(replanned.leaves) == len(restored.leaves)
     structs = jax.tree.leaves(restored.structs)
     count = len(structs)
     assert count == len(restored.leaves)
