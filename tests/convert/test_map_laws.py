@@ -1,6 +1,7 @@
 """Laws of maps between trees: pieces agree with NumPy, and what goes there comes back."""
 
 import html
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -106,24 +107,28 @@ def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
     entry = layers.at("2*j+1", dim=inner_dim)
     other = layers.at("j", dim=inner_dim)
     rule, _ = data.draw(chains(entry, shape))
-    operands = data.draw(st.sampled_from([[entry], [entry, entry], [entry, other]]))
+    operand_lists = [[entry], [entry, entry], [entry, other]]
+    operands = data.draw(st.sampled_from(operand_lists))
     if len(operands) > 1 and shape:
         dim = data.draw(st.integers(0, len(shape) - 1))
         rule = From.concat(operands, dim=dim)
     leaves = convert.structs_of(arrays, arrays.values())
     is_same_entry = other not in operands or not shape
-    assert (selections_of(rule, leaves) is not None) == is_same_entry
+    selections = selections_of(rule, leaves)
+    assert (selections is not None) == is_same_entry
     tree_map = TreeMap({"{i}/{j}": rule})
     # Pieces are those of the first entry, moved; arrays are evaluated each.
     entries = tree_map.apply(arrays)
-    assert entries.keys() == {f"{i}/{j}" for i in range(3) for j in range(2)}
+    expected_paths = {f"{i}/{j}" for i, j in itertools.product(range(3), range(2))}
+    assert entries.keys() == expected_paths
     for path, array in pieces_of(tree_map, arrays).items():
         same(from_pieces(array, arrays), entries[path])
+    first = entries["0/0"]
     for path in ("3/0", "0/2"):
         with pytest.raises(MapError, match="is out of range along dim"):
-            tree_map.apply(arrays, like={"0/0": entries["0/0"], path: entries["0/0"]})
+            tree_map.apply(arrays, like={"0/0": first, path: first})
     with pytest.raises(MapError, match="needs a number"):
-        tree_map.apply(arrays, like={"first/0": entries["0/0"]})
+        tree_map.apply(arrays, like={"first/0": first})
 
 
 def test_rules_whose_targets_differ_in_more_are_evaluated_each():
@@ -187,12 +192,14 @@ def test_the_inverse_of_maps_leads_back(case, data):
 @given(maps())
 def test_a_map_is_its_text_and_its_json(case):
     tree_map, _ = written(case)
-    assert TreeMap.from_json(tree_map.to_json()) == tree_map
+    read = TreeMap.from_json(tree_map.to_json())
+    assert read == tree_map
+    assert hash(read) == hash(tree_map)
     for _, rule in tree_map.steps[0].rules:
         assert eval(str(rule), {"From": From}) == rule
-    assert hash(TreeMap.from_json(tree_map.to_json())) == hash(tree_map)
-    assert repr(tree_map) == str(tree_map)
-    assert str(tree_map) in html.unescape(tree_map._repr_html_())
+    text = str(tree_map)
+    assert repr(tree_map) == text
+    assert text in html.unescape(tree_map._repr_html_())
 
 
 def test_maps_that_differ_in_the_sign_of_a_zero_are_not_equal():
@@ -213,19 +220,21 @@ def test_the_text_of_a_map_tells_dropped_leaves_from_the_rest():
 def test_scaled_blocks_are_what_numpy_makes_of_them():
     weight = filled((200, 130), np.dtype("int8"))
     scales = filled((2, 2), np.dtype("float32")) + 0.5
-    rules = {"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T}
-    tree_map = TreeMap(rules)
+    scaled = From("w").scale("s", block=(128, 128))
+    tree_map = TreeMap({"w": scaled.cast("bfloat16").T})
     arrays = {"w": weight, "s": scales}
-    scale_of_element = scales.repeat(128, 0).repeat(128, 1)[:200, :130]
+    scale_of_row = scales.repeat(128, axis=0)
+    scale_of_element = scale_of_row.repeat(128, axis=1)[:200, :130]
     by_hand = weight.astype(np.float32) * scale_of_element
     whole = tree_map.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of an inverted map, which is applied by pieces.
     turned = TreeMap({"w": From("w").T}).inverse()
     jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
+    there_and_turned = tree_map.then(turned)
     for tree in (arrays, jax_arrays):
-        applied = tree_map.then(turned).apply(tree, like={"w": whole.T})["w"]
-        same(applied, whole.T)
+        applied = there_and_turned.apply(tree, like={"w": whole.T})
+        same(applied["w"], whole.T)
     (array,) = pieces_of(tree_map, arrays).values()
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), array.dtype)
@@ -250,10 +259,14 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     def rounded(x):
         return x.astype(jnp.bfloat16).astype(np.float32)
 
-    product = rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3))
-    by_hand = rounded(product + np.float32(1.1))
+    factor = np.float32(0.3)
+    summand = np.float32(1.1)
+    turned = arrays["x"].T.astype(np.float32)
+    product = rounded(turned * factor)
+    by_hand = rounded(product + summand)
     same(whole["x"].astype(np.float32), by_hand)
-    same(whole["n"], (arrays["n"] + 1).astype(np.float16) * np.float16(2))
+    increased = arrays["n"] + 1
+    same(whole["n"], increased.astype(np.float16) * np.float16(2))
     for path, array in pieces_of(tree_map, arrays).items():
         same(from_pieces(array, arrays), whole[path])
     jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}

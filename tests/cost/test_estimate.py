@@ -106,30 +106,34 @@ ENTRY %main (x: f32[4,8,2]) -> f32[1] {{
 """
 
 
+# The replica group of all devices.
+ALL = "{{0,1,2,3}}"
+# The shapes of slices, their starts, and the replica groups of the sum that they slice.
 # XLA's pass demands the shard number `j` for the device at position `j` of a group.
-@pytest.mark.parametrize(
-    ("shape", "starts", "groups", "kind"),
-    [
-        ("1,8,2", "%number, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
-        ("1,8,2", "%count, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
-        ("4,2,2", "%zero, %clamped, %zero", "{{0,1,2,3}}", "reduce-scatter"),
-        ("2,4,2", "%half, %parity, %zero", "{{0,1,2,3}}", "reduce-scatter"),
-        ("2,8,2", "%half, %zero, %zero", "{{0,2},{1,3}}", "reduce-scatter"),
-        ("1,8,2", "%left_out, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
-        ("1,8,2", "%sums, %zero, %zero", "{{0,1,2,3}}", "all-reduce"),
-        ("1,8,2", "%zero, %zero, %zero", "{{0,1,2,3}}", "all-reduce"),
-        ("1,8,2", "%number, %zero, %zero", "{{0,2,1,3}}", "all-reduce"),
-        ("4,2,2", "%zero, %number, %zero", "{{0,1,2,3}}", "all-reduce"),
-        ("2,8,1", "%half, %zero, %parity", "{{0,1,2,3}}", "all-reduce"),
-        ("2,8,2", "%half, %zero, %zero", "{{0,1},{2,3}}", "all-reduce"),
-    ],
-)
-def test_the_start_of_a_slice_decides_whether_it_is_a_shard(
-    shape, starts, groups, kind
-):
+SHARDS = [
+    ("1,8,2", "%number, %zero, %zero", ALL),
+    ("1,8,2", "%count, %zero, %zero", ALL),
+    ("4,2,2", "%zero, %clamped, %zero", ALL),
+    ("2,4,2", "%half, %parity, %zero", ALL),
+    ("2,8,2", "%half, %zero, %zero", "{{0,2},{1,3}}"),
+    ("1,8,2", "%left_out, %zero, %zero", ALL),
+]
+NO_SHARDS = [
+    ("1,8,2", "%sums, %zero, %zero", ALL),
+    ("1,8,2", "%zero, %zero, %zero", ALL),
+    ("1,8,2", "%number, %zero, %zero", "{{0,2,1,3}}"),
+    ("4,2,2", "%zero, %number, %zero", ALL),
+    ("2,8,1", "%half, %zero, %parity", ALL),
+    ("2,8,2", "%half, %zero, %zero", "{{0,1},{2,3}}"),
+]
+
+
+@pytest.mark.parametrize(("shape", "starts", "groups"), SHARDS + NO_SHARDS)
+def test_the_start_of_a_slice_decides_whether_it_is_a_shard(shape, starts, groups):
     module = parse_hlo(SLICED.format(shape=shape, starts=starts, groups=groups))
     sent = with_reduce_scatters(module)
     opcodes = {instruction.opcode for instruction in sent.computations["main"].values()}
+    kind = "reduce-scatter" if (shape, starts, groups) in SHARDS else "all-reduce"
     assert opcodes & {"all-reduce", "reduce-scatter"} == {kind}
 
 

@@ -25,21 +25,26 @@ def loss(params, x):
     return jnp.mean((x + hidden @ params["down"]) ** 2)
 
 
+def descended(params, grads):
+    return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
+
+
 def step(params, x):
     value, grads = jax.value_and_grad(loss)(params, x)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return descended(params, grads), value
 
 
 def typed_loss(params, x):
     up = reshard(params["up"], P(None, "tensor"))
     down = reshard(params["down"], P("tensor", None))
-    out = jnp.matmul(jax.nn.relu(x @ up), down, out_sharding=P("data", None))
+    hidden = jax.nn.relu(x @ up)
+    out = jnp.matmul(hidden, down, out_sharding=P("data", None))
     return jnp.mean((x + out) ** 2)
 
 
 def typed_step(params, x):
     value, grads = jax.value_and_grad(typed_loss)(params, x)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return descended(params, grads), value
 
 
 def arguments():
@@ -120,7 +125,7 @@ def test_functions_of_two_elements_have_no_shardings(operation):
     def step(params, x):
         if operation == "lookup":
             grads = jax.grad(loss)(params, x)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            return descended(params, grads)
         return params, loss(params, x)
 
     args = {"embed": jnp.ones((64, 32))}, jnp.ones((16, 64))
@@ -189,50 +194,54 @@ def test_constrain_follows_a_trace_for_one_device():
     plan = sfx.plan({"x": jnp.ones((8, 16))}, mesh, paths=rules)
 
     def constrained(x):
-        return sfx.constrain(jnp.sin(x), P("data"), plan) * 2
+        sines = sfx.constrain(jnp.sin(x), P("data"), plan)
+        return sines * 2
 
+    ones = np.ones((3, 5), np.float32)
     with jax.set_mesh(mesh):
-        result = sfx.testing.unsharded(constrained)(jnp.ones((3, 5)))
-    np.testing.assert_allclose(result, np.sin(np.ones((3, 5))) * 2, rtol=1e-6)
+        result = sfx.testing.unsharded(constrained)(jnp.asarray(ones))
+    np.testing.assert_allclose(result, np.sin(ones) * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_a_function_on_auto_axes_is_typed_and_differentiated(kind):
     mesh = mesh_of(kind)
     params, x = arguments()
-    plans = planned((params, x), mesh)
+    plan, batch_plan = planned((params, x), mesh)
 
     def block(x, params, *, scale=1, name="block"):
         hidden = jax.nn.relu(x @ params["up"]) * scale
         return {"y": hidden @ params["down"], "hidden": hidden, "name": name}
 
     out = {"y": ("batch", None), "hidden": ("batch", "mlp"), "name": None}
-    typed = auto_axes(block, plans[0], out=out)
+    typed = auto_axes(block, plan, out=out)
 
     def value(params, x, block):
-        elements = block(x, params=params, scale=2)["y"] ** 2
-        return jnp.sum(elements)
+        result = block(x, params=params, scale=2)
+        return jnp.sum(result["y"] ** 2)
 
-    placed = tuple(map(sfx.shard, (params, x), plans))
-    result = sfx.filter_jit(typed)(placed[1], placed[0], scale=2)
+    placed_params = sfx.shard(params, plan)
+    placed_x = sfx.shard(x, batch_plan)
+    result = sfx.filter_jit(typed)(placed_x, placed_params, scale=2)
     assert result["name"] == "block"
     specs = sfx.specs_of(result)
     assert specs["y"] == P("data")
     assert specs["hidden"] == P("data", "tensor")
-    grads = jax.jit(lambda p, x: jax.grad(value)(p, x, typed))(*placed)
-    for name, grad in jax.grad(value)(params, x, block).items():
-        np.testing.assert_allclose(grads[name], grad, rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda params, x: value(params, x, typed))
+    grads = jax.jit(gradient)(placed_params, placed_x)
+    expected_grads = jax.grad(value)(params, x, block)
+    for name, expected in expected_grads.items():
+        np.testing.assert_allclose(grads[name], expected, rtol=1e-5, atol=1e-6)
         if kind == AxisType.Explicit:
-            actual = sfx.specs_of(grads)[name]
-            assert actual == plans[0][name].spec
+            assert sfx.specs_of(grads)[name] == plan[name].spec
 
 
 def test_specs_in_place_of_names_are_corrected_to_the_shape():
     mesh = mesh_of(AxisType.Explicit)
     params, x = arguments()
-    plans = planned((params, x), mesh)
-    typed = auto_axes(lambda x: (x, x[:3]), plans[0], out=P("data", "tensor"))
-    whole, odd = jax.jit(typed)(sfx.shard(x, plans[1]))
+    plan, batch_plan = planned((params, x), mesh)
+    typed = auto_axes(lambda x: (x, x[:3]), plan, out=P("data", "tensor"))
+    whole, odd = jax.jit(typed)(sfx.shard(x, batch_plan))
     assert jax.typeof(whole).sharding.spec == P("data", "tensor")
     assert jax.typeof(odd).sharding.spec == P(None, "tensor")
 
@@ -240,10 +249,11 @@ def test_specs_in_place_of_names_are_corrected_to_the_shape():
 def test_names_of_results_are_checked():
     mesh = mesh_of(AxisType.Explicit)
     params, x = arguments()
-    plans = planned((params, x), mesh)
-    typed = auto_axes(lambda x: x, plans[0], out=("batch", None, None))
+    plan, batch_plan = planned((params, x), mesh)
+    typed = auto_axes(lambda x: x, plan, out=("batch", None, None))
+    placed_x = sfx.shard(x, batch_plan)
     with pytest.raises(SpecError, match="name the arrays one by one"):
-        jax.jit(typed)(sfx.shard(x, plans[1]))
+        jax.jit(typed)(placed_x)
 
 
 def test_specs_of_a_plan_are_the_specs_of_a_model_with_functions():
@@ -251,16 +261,16 @@ def test_specs_of_a_plan_are_the_specs_of_a_model_with_functions():
     mlp = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
     rules = sfx.PathRules([("weight$", sfx.fsdp("data")), ("bias$", P())])
     plan = sfx.plan(mlp, mesh, paths=rules)
-    leaves = jax.tree.leaves(plan.specs)
-    actual = sum(spec == P("data") for spec in leaves)
-    assert actual == 1
+    assert jax.tree.leaves(plan.specs).count(P("data")) == 1
 
     def doubled(mlp, x):
-        return jax.tree.map(lambda w: w * 2 if eqx.is_array(w) else w, mlp), x.sum()
+        arrays, functions = eqx.partition(mlp, eqx.is_array)
+        twice = jax.tree.map(lambda array: array * 2, arrays)
+        return eqx.combine(twice, functions), x.sum()
 
-    out = (plan.specs, P())
-    typed = auto_axes(doubled, plan, out=out)
-    result, total = sfx.filter_jit(typed)(sfx.shard(mlp, plan), jnp.ones((8, 4)))
+    typed = auto_axes(doubled, plan, out=(plan.specs, P()))
+    placed_mlp = sfx.shard(mlp, plan)
+    result, total = sfx.filter_jit(typed)(placed_mlp, jnp.ones((8, 4)))
     assert not sfx.misplaced(result, plan)
     assert result.activation is mlp.activation
     assert total == 32
@@ -337,16 +347,21 @@ def typed_layers(params, x):
     def layer(x, w):
         up = reshard(w["up"], P(None, "tensor"))
         down = reshard(w["down"], P("tensor"))
-        return jnp.matmul(jax.nn.relu(x @ up), down, out_sharding=P("data")), None
+        hidden = jax.nn.relu(x @ up)
+        return jnp.matmul(hidden, down, out_sharding=P("data")), None
 
-    return jnp.mean(jax.lax.scan(layer, reshard(x, P("data")), params)[0] ** 2)
+    rows = reshard(x, P("data"))
+    y, _ = jax.lax.scan(layer, rows, params)
+    return jnp.mean(y**2)
 
 
 def layers(params, x):
     def layer(x, w):
-        return jax.nn.relu(x @ w["up"]) @ w["down"], None
+        hidden = jax.nn.relu(x @ w["up"])
+        return hidden @ w["down"], None
 
-    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+    y, _ = jax.lax.scan(layer, x, params)
+    return jnp.mean(y**2)
 
 
 def test_a_step_without_its_shardings_is_the_plain_program():

@@ -42,18 +42,40 @@ def regularised(weights, y0):
     """A linear solve whose gradient is another linear solve."""
     matrix = weights["w"] + jnp.outer(y0, y0) + jnp.eye(4)
     operator = lineax.MatrixLinearOperator(matrix)
-    return lineax.linear_solve(
-        operator, y0, lineax.AutoLinearSolver(well_posed=True)
-    ).value
+    solver = lineax.AutoLinearSolver(well_posed=True)
+    return lineax.linear_solve(operator, y0, solver).value
+
+
+def by_conjugate_gradients(weights, y):
+    """A solve whose operator is a function of the weights."""
+
+    def applied(y):
+        projected = weights["w"].T @ y
+        return weights["w"] @ projected + y
+
+    operator = lineax.FunctionLinearOperator(
+        applied,
+        jax.ShapeDtypeStruct((4,), jnp.float32),
+        lineax.positive_semidefinite_tag,
+    )
+    solver = lineax.CG(rtol=1e-6, atol=1e-6)
+    return lineax.linear_solve(operator, y, solver).value
+
+
+def mean_square(solve, weights, y0):
+    """Of the solutions for all rows of a batch."""
+    solutions = jax.vmap(solve, (None, 0))(weights, y0)
+    return jnp.mean(solutions**2)
 
 
 def train(solve):
     def step(weights, y0):
         def loss(weights):
-            return jnp.mean(jax.vmap(solve, (None, 0))(weights, y0) ** 2)
+            return mean_square(solve, weights, y0)
 
         value, gradient = jax.value_and_grad(loss)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
+        updated = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
+        return updated, value
 
     return step
 
@@ -94,13 +116,9 @@ def test_a_linear_solve_counts_what_its_compiled_program_sends():
 def test_a_differential_equation_is_estimated_and_solved():
     estimate = sfx.cost.estimate(train(solved), WEIGHTS, Y0)
     assert estimate.wire_bytes >= 2 * WEIGHTS["w"].nbytes * 7 // 8
-
-    def whole(weights, y0):
-        return jnp.mean(jax.vmap(solved, (None, 0))(weights, y0) ** 2)
-
     loss = jax.jit(by_shard(solved))(WEIGHTS, Y0)
-    expected = pytest.approx(float(whole(WEIGHTS, Y0)), rel=1e-5)
-    assert float(loss) == expected
+    expected = mean_square(solved, WEIGHTS, Y0)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_solve_is_checked_beside_one_device():
@@ -114,14 +132,7 @@ def test_a_solve_runs_on_explicit_axes():
     plan = sfx.plan(WEIGHTS, mesh, paths=sfx.PathRules([("w", P())]))
 
     def value(weights, y0):
-        operator = lineax.FunctionLinearOperator(
-            lambda y: weights["w"] @ (weights["w"].T @ y) + y,
-            jax.ShapeDtypeStruct((4,), jnp.float32),
-            lineax.positive_semidefinite_tag,
-        )
-        solver = lineax.CG(rtol=1e-6, atol=1e-6)
-        solve = jax.vmap(lambda y: lineax.linear_solve(operator, y, solver).value)
-        return jnp.mean(solve(y0) ** 2)
+        return mean_square(by_conjugate_gradients, weights, y0)
 
     weights = sfx.shard(WEIGHTS, plan)
     y0 = jax.device_put(np.asarray(Y0), NamedSharding(mesh, P("data")))
@@ -140,17 +151,7 @@ def test_a_function_as_operator_runs_on_explicit_axes():
     """lineax has the function as a jaxpr in a parameter, and its constants as operands."""
     mesh = jax.make_mesh((8,), ("data",))
     rules = sfx.AxisRules([("batch", "data")])
-
-    def solve(weights, y):
-        operator = lineax.FunctionLinearOperator(
-            lambda y: weights["w"] @ (weights["w"].T @ y) + y,
-            jax.ShapeDtypeStruct((4,), jnp.float32),
-            lineax.positive_semidefinite_tag,
-        )
-        solver = lineax.CG(rtol=1e-6, atol=1e-6)
-        return lineax.linear_solve(operator, y, solver).value
-
-    step = train(solve)
+    step = train(by_conjugate_gradients)
     plan = sfx.plan(WEIGHTS, mesh, paths=sfx.PathRules([("w", P())]))
     weights = sfx.shard(WEIGHTS, plan)
     y0 = jax.device_put(np.asarray(Y0), NamedSharding(mesh, P("data")))
