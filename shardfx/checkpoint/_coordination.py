@@ -335,12 +335,12 @@ class SaveProcesses:
         process, and the names of the late processes, or "".
         """
         return exchanged(
-            self._client,
-            f"{self._round_prefix}/{name}",
-            text,
-            self._timeout_seconds,
-            self.me,
-            self.members,
+            client=self._client,
+            name=f"{self._round_prefix}/{name}",
+            text=text,
+            seconds=self._timeout_seconds,
+            me=self.me,
+            processes=self.members,
         )
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:

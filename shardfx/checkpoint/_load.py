@@ -328,7 +328,13 @@ def _read(
         workers = _STORE_WORKERS
     names = _files_to_read(index, leaves)
     gap_bytes = limits.gap_bytes
-    with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
+    with open_files(
+        place=index.place,
+        names=names,
+        threads=workers,
+        gap_bytes=gap_bytes,
+        read_limit_bytes=limits.read_bytes,
+    ) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
         index.place.require_unchanged()
         # An object that goes on behind its last tensor is damaged.
@@ -482,7 +488,13 @@ def _assembled(flight: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
         )
     else:
         boxes, memory = flight.host_memory[number]
-        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, boxes, memory)
+        array = array_of(
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            sharding=leaf.sharding,
+            boxes=boxes,
+            memory=memory,
+        )
     if leaf.keys is None:
         return array
     return as_keys_of_dtype(array, leaf.keys)

@@ -237,7 +237,13 @@ def read_scalars(
     names = files_of([entry for entry in entries if isinstance(entry, FileArray)])
     values = {}
     gap_bytes = index.place.gap_bytes
-    with open_files(index.place, names, 1, gap_bytes, None) as files:
+    with open_files(
+        place=index.place,
+        names=names,
+        threads=1,
+        gap_bytes=gap_bytes,
+        read_limit_bytes=None,
+    ) as files:
         for leaf, entry in scalars:
             scratch = np.empty((), entry.dtype)
             if isinstance(entry, StoreArray):

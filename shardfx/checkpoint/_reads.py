@@ -96,7 +96,11 @@ def spans_into(
     if is_in_place and fetch.destinations is not None:
         is_in_place = all(map(_is_in_place, fetch.destinations))
     return spans_of(
-        entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), is_in_place, gap_bytes
+        shape=entry.shape,
+        itemsize=entry.dtype.itemsize,
+        boxes=tuple(fetch.boxes),
+        in_place=is_in_place,
+        gap_bytes=gap_bytes,
     )
 
 
@@ -342,7 +346,13 @@ class _PieceReader:
         raw_bytes = raw_entry(entry)
         box_of_bytes = raw_box(entry, box)
         memory = np.empty(box_shape(box_of_bytes), np.uint8)
-        spans = spans_of(raw_bytes.shape, 1, (box_of_bytes,), True, self.gap_bytes)
+        spans = spans_of(
+            shape=raw_bytes.shape,
+            itemsize=1,
+            boxes=(box_of_bytes,),
+            in_place=True,
+            gap_bytes=self.gap_bytes,
+        )
         self.files.read(reads_of(raw_bytes, spans, [memory]))
         self.read_bytes += memory.nbytes
         return unpacked(memory, entry, box)

@@ -48,7 +48,13 @@ class RowReads(NamedTuple):
     def each(self) -> Iterator[Read]:
         """Yields the reads one by one."""
         whole: Box = ((0, self.nbytes),)
-        spans = spans_of((self.nbytes,), 1, (whole,), True, GAP_BYTES)
+        spans = spans_of(
+            shape=(self.nbytes,),
+            itemsize=1,
+            boxes=(whole,),
+            in_place=True,
+            gap_bytes=GAP_BYTES,
+        )
         # The memory has the bytes of the arrays, whatever their dtype.
         kind = ArrayKind(
             shape=(self.nbytes,),

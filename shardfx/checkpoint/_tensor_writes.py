@@ -217,7 +217,13 @@ def _ranges_of_tensor(
     values = [shard for _, shard in shards]
     # The gaps between the boxes are never written, since another process may have
     # written them already.
-    for span in spans_of(tuple(value.shape), dtype.itemsize, boxes, True, 1):
+    for span in spans_of(
+        shape=tuple(value.shape),
+        itemsize=dtype.itemsize,
+        boxes=boxes,
+        in_place=True,
+        gap_bytes=1,
+    ):
         views = [values[part.number][part.index] for part in span.parts]
         start = tensors.offsets[number] + span.offset
         is_one_run = span.is_direct and span.runs == 1

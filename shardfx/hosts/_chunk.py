@@ -395,7 +395,13 @@ def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
         raise MeshError(
             f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple."
         )
-    check_type("grid", grid, HostGrid, MeshError, "make one with `hosts.grid_of(mesh)`")
+    check_type(
+        what="grid",
+        value=grid,
+        expected=HostGrid,
+        error=MeshError,
+        fix="make one with `hosts.grid_of(mesh)`",
+    )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if name not in grid.axis_names:

@@ -146,7 +146,13 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     for key in sorted(divisor_by_key, key=lambda key: (len(key), -key[0])):
         size = key[0]
         if (size,) not in new_sizes:
-            new_sizes |= _smaller(step, args, divisor_by_key, new_sizes, key)
+            new_sizes |= _smaller(
+                step=step,
+                args=args,
+                divisor_by_key=divisor_by_key,
+                reduced=new_sizes,
+                key=key,
+            )
     return _resized(args, new_sizes)
 
 

@@ -454,7 +454,13 @@ def _with_fault(
     lines: tuple[Frame, ...] = ()
     story: list[str] = []
     if fault is not None:
-        lines, story = story_of(records, comparisons, fault, played, values)
+        lines, story = story_of(
+            records=records,
+            comparisons=comparisons,
+            fault=fault,
+            played=played,
+            values=values,
+        )
     elif ours.compiler_options:
         exact_results, _ = exact_program()
         rounded_results = exact_program.rounded_results(rounding)

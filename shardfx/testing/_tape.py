@@ -150,11 +150,11 @@ class Tape:
         # `evaluated` calls `rule` for each equation, in order.
         constants = map(_Numbered, map(self.widened, consts), self.new_numbers(consts))
         results = evaluated(
-            jaxpr,
-            list(constants),
-            list(map(_Numbered, args, numbers)),
-            rule,
-            lambda literal: _Numbered(self.literal(literal), -1),
+            jaxpr=jaxpr,
+            consts=list(constants),
+            args=list(map(_Numbered, args, numbers)),
+            rule=rule,
+            literal=lambda literal: _Numbered(self.literal(literal), -1),
         )
         self.frames = outer_frames
         return (
@@ -229,7 +229,15 @@ class Tape:
             counted = params["shape"][params["dimension"]]
         numbers = []
         for var, out in zip(equation.outvars, outs, strict=True):
-            numbers.append(self.recorded(name, var, out, reads, mesh_axes, counted))
+            number = self.recorded(
+                name=name,
+                var=var,
+                out=out,
+                reads=reads,
+                axes=mesh_axes,
+                counted=counted,
+            )
+            numbers.append(number)
         return numbers
 
     def widened(self, array: Any) -> Any:
