@@ -46,9 +46,9 @@ def holders_of(tree: object) -> tuple[int, ...]:
     shardings = dict.fromkeys(
         leaf.sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)
     )
-    holders = {
-        device.process_index for sharding in shardings for device in sharding.device_set
-    }
+    holders: set[int] = set()
+    for sharding in shardings:
+        holders.update(device.process_index for device in sharding.device_set)
     return tuple(sorted(holders)) or everyone
 
 

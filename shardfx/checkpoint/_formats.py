@@ -1,6 +1,7 @@
 """The formats of checkpoints: which one a directory has, and its index."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -471,7 +472,7 @@ def _index_of_files(place: Place, files: list[str]) -> Index:
             # All paths differ.
             return _index_of_headers(place, headers, table)
     arrays: dict[str, FileArray] = {}
-    for array in [array for header in headers for array in header.arrays]:
+    for array in itertools.chain.from_iterable(tables):
         other = arrays.setdefault(array.path, array)
         if other is not array:
             raise CheckpointError(

@@ -17,7 +17,8 @@ from ._safetensors import Header, retyped_arrays
 # The index of a set of safetensors files, which makes a step in a store exist.
 SET_INDEX = "model.safetensors.index.json"
 # The members of the index's metadata: all files of the set, and that of the plan.
-FILES_KEY, PLAN_FILE_KEY = "shardfx.files", "shardfx.plan"
+FILES_KEY = "shardfx.files"
+PLAN_FILE_KEY = "shardfx.plan"
 # In the metadata of a file: by the name of a tensor, the array of which it is a part.
 PARTS_KEY = "shardfx.parts"
 _MOST_PARTS = 8192

@@ -358,9 +358,11 @@ def transfer(call: Callable[..., int], run: Sequence[ByteRange]) -> int:
     """
     descriptor = run[0].descriptor
     offset = run[0].offset
-    remaining = [
-        memory for byte_range in run for memory in byte_range.memory if memory.size
-    ]
+    remaining = []
+    for byte_range in run:
+        for memory in byte_range.memory:
+            if memory.size:
+                remaining.append(memory)
     nbytes = sum([byte_range.nbytes for byte_range in run])
     done_bytes = 0
     while done_bytes < nbytes:

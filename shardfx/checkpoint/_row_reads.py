@@ -150,7 +150,10 @@ def row_blocks(reads: Sequence[RowReads], gap_bytes: int) -> list[RowBlock]:
     """The rows of all reads in blocks of at most `COPY_BYTES` bytes of a file, without
     gaps of `gap_bytes` bytes or more.
     """
-    files = dict.fromkeys(file for each in reads for file in each.arrays.used_files())
+    # A dict for its order, which a set has not.
+    files: dict[str, None] = {}
+    for row_reads in reads:
+        files |= dict.fromkeys(row_reads.arrays.used_files())
     blocks = []
     for file in files:
         blocks += _blocks_of_file(file, reads, gap_bytes)

@@ -138,11 +138,10 @@ def find(name: str | Chip) -> Chip:
     one_slice = _SLICE_COUNT.sub("", name)
     if _CLOUD_NAME.fullmatch(one_slice) or _SLICE_NAME.fullmatch(one_slice):
         return parse_slice(one_slice).chip
-    chips_by_name = {
-        _plain(alias): chip
-        for chip in CHIPS
-        for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))
-    }
+    chips_by_name = {}
+    for chip in CHIPS:
+        for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ())):
+            chips_by_name[_plain(alias)] = chip
     plain_name = _plain(name)
     if plain_name in ("tpu", "gpu"):
         raise ChipError(

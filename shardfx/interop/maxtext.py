@@ -72,10 +72,11 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
         if name not in replaced:
             merged.append((name, target))
     merged += rules
-    axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
     mesh_axes = tuple(config.get("mesh_axes") or ())
     # The rules may name axes that the mesh lacks.
-    all_axes = dict.fromkeys([*mesh_axes, *axes])
+    all_axes = dict.fromkeys(mesh_axes)
+    for _, target in merged:
+        all_axes |= dict.fromkeys(entry_axes(target))
     return MeshAndRules(mesh_axes, AxisRules(merged, mesh_axes=list(all_axes)))
 
 
