@@ -11,6 +11,7 @@ In 84 programs of 31 steps, the cycles that libtpu states in its compiled progra
 1.07 times the time of this module in the median, and 0.56 to 1.9 times in 9 of 10.
 """
 
+import functools as ft
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,7 +296,7 @@ class _Fusions:
         """The bytes that an instruction in a fusion writes: those of an update alone."""
         if instruction.opcode == "dynamic-update-slice":
             return self._bytes(instruction.operands[1])
-        return _padded_bytes(instruction, self.tile)
+        return _padded_bytes(instruction.result, self.tile)
 
     def _bytes_alone(self, name: str) -> float:
         """The bytes that an operation reads and writes that is a kernel of its own."""
@@ -337,19 +338,25 @@ class _Fusions:
         return self.computation[instruction.operands[0]].opcode == "parameter"
 
     def _bytes(self, name: str) -> float:
-        return _padded_bytes(self.computation[name], self.tile)
+        return _padded_bytes(self.computation[name].result, self.tile)
 
     def _elements(self, name: str) -> int:
-        arrays = arrays_in(self.computation[name].result)
-        return sum(math.prod(array.shape) for array in arrays)
+        return _elements_of(self.computation[name].result)
 
 
-def _padded_bytes(instruction: Instruction, tile: Tile) -> float:
-    """The bytes of an instruction's result in tiles of memory."""
+@ft.lru_cache(maxsize=65536)
+def _padded_bytes(result: str, tile: Tile) -> float:
+    """The bytes of arrays of a result type in tiles of memory."""
     padded_bits = 0
-    for array in arrays_in(instruction.result):
+    for array in arrays_in(result):
         padded_bits += array.bits * math.prod(padded(array.shape, tile))
     return padded_bits / 8
+
+
+@ft.lru_cache(maxsize=65536)
+def _elements_of(result: str) -> int:
+    """The number of elements of the arrays of a result type."""
+    return sum(math.prod(array.shape) for array in arrays_in(result))
 
 
 def _padded_flops(
