@@ -86,6 +86,16 @@ def test_missing_and_impossible_configuration_is_named(layout, config, message):
         layout(config, **{"shards": 4} if layout is maps.engine else {})
 
 
+@pytest.mark.parametrize("config", ["config.json", None, object()])
+@pytest.mark.parametrize(
+    "layout",
+    [maps.hugging_face, maps.stacked, maps.maxtext, ft.partial(maps.engine, shards=2)],
+)
+def test_a_config_that_is_no_dict_is_named(layout, config):
+    with pytest.raises(MapError, match=r"content of a model's config.json as a dict"):
+        layout(config)
+
+
 A = "layers.{layers}.q"
 B = "q"
 PAIRS = {

@@ -55,6 +55,7 @@ def hugging_face(
         assert "layers/attention/query" in hf.rules
         ```
     """
+    check_config(config)
     kind = config.get("model_type")
     if kind not in _MODEL_TYPES:
         raise MapError(
@@ -79,6 +80,16 @@ def hugging_face(
     if text.get("quantization_config"):
         rows = _with_scales(rows, text["quantization_config"])
     return TreeLayout(rows, sizes=sizes_of(text), rest=rest, known=known_sizes(text))
+
+
+def check_config(config: object) -> None:
+    """Raises `MapError` if the argument `config` of a layout is no mapping."""
+    if not isinstance(config, Mapping):
+        raise MapError(
+            "`config` is the content of a model's config.json as a dict, not"
+            f" {quoted(type(config).__name__)}; write `json.load(open('config.json'))`,"
+            " or `config.to_dict()` for a config of Transformers."
+        )
 
 
 def text_config(config: Config) -> Config:

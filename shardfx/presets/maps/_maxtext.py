@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._ground.errors import MapError
 from ._entries import Counted, Entry
-from ._hugging_face import Config, hugging_face, text_config
+from ._hugging_face import Config, check_config, hugging_face, text_config
 from ._layout import TreeLayout
 from ._targets import SCANNED, LayerStack, stacks_of
 
@@ -93,6 +93,7 @@ def maxtext(
         assert query == "query: embed layers heads dim"
         ```
     """
+    check_config(config)
     family = config.get("model_type")
     if family not in _TYPES:
         raise MapError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..._ground.errors import MapError
 from ._entries import Entry, Fused, Weight, weights_of
-from ._hugging_face import Config, hugging_face, text_config
+from ._hugging_face import Config, check_config, hugging_face, text_config
 from ._layout import TreeLayout
 
 
@@ -144,6 +144,7 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         print(trained.to(served).rules["model.layers.{layers}.self_attn.qkv_proj.weight"])
         ```
     """
+    check_config(config)
     if not isinstance(shards, int) or shards < 1:
         raise MapError(
             f"`shards` is the number of devices of the engine, not {shards!r}; write it"
