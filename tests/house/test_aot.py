@@ -358,7 +358,7 @@ def padded_bytes(struct, layout):
     ],
 )
 def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
-    run = demo.Run(batch_size=64)
+    run = demo.Run(batch_size=64, length=32)
     plans = demo.make_plans(tpu.mesh_of(target, spec), run)
     step = demo.make_step(demo.make_optimizer(run), plans.model)
     arguments = (plans.model.structs, plans.optimizer.structs, plans.batch.structs)
