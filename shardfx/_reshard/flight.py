@@ -355,7 +355,14 @@ def _moved(
     """
     if not isinstance(x, jax.Array):
         return jax.device_put(x, sharding)
-    move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
+    move = move_of(
+        shape=x.shape,
+        dtype=x.dtype,
+        src=x.sharding,
+        dst=sharding,
+        lost=(),
+        copies=copies,
+    )
     return carry_out(move, x, limit_bytes=limit_bytes, pool=pool)
 
 
@@ -475,7 +482,14 @@ def carry_out(
         program = program_of(move, donate, move.chunks_within(limit_bytes))
         return labelled(program(x), move.dst)
     if move.assembly is not None:
-        array = _assembled(move, move.assembly, x, donate, limit_bytes, pool)
+        array = _assembled(
+            move=move,
+            assembly=move.assembly,
+            x=x,
+            donate=donate,
+            limit_bytes=limit_bytes,
+            pool=pool,
+        )
         return labelled(array, move.dst)
     if not move.dst.addressable_devices:
         # JAX's own device_put asserts that it has something to put.
@@ -539,7 +553,11 @@ def _assembled(
     shards = LocalShards({"": x}, keeps_replicas)
     if donate and is_copied and not assembly.is_remote:
         return assemble_and_delete(
-            assembly.struct, assembly.targets, assembly.host_copies, shards, pool
+            struct=assembly.struct,
+            targets=assembly.targets,
+            copies=assembly.host_copies,
+            shards=shards,
+            pool=pool,
         )
     if not is_copied and limit_bytes is not None:
         limit_bytes -= move.staging_bytes

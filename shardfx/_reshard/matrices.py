@@ -234,7 +234,9 @@ def map_matrices(
     check_plan("plan", plan)
     over = (over,) if isinstance(over, str) else over
     exchanges, others = exchanges_of(plan, over, where or {}, memory_limit_bytes)
-    return MappedMatrices(plan, exchanges, fn, others, state)
+    return MappedMatrices(
+        plan=plan, exchanges=exchanges, _fn=fn, _others=others, _state=state
+    )
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
@@ -291,7 +293,11 @@ def _map_exchange(
         new_states = {}
         for number, stack in enumerate(exchange.stacks):
             rows, new_states[stack.name] = _scan(
-                fn, exchange, number, rows, states[stack.name]
+                fn=fn,
+                exchange=exchange,
+                number=number,
+                rows=rows,
+                states=states[stack.name],
             )
         return unpacked(exchange, exchanged(exchange, rows)), new_states
 

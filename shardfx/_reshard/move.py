@@ -290,7 +290,7 @@ def move_of(
         # Devices that share a memory do not need steps, so none are searched.
         steps = None
         if not (copies and _is_local_cpu(src)):
-            steps = _steps(shape, dtype, src, dst, meshes)
+            steps = _steps(shape=shape, dtype=dtype, src=src, dst=dst, meshes=meshes)
         if steps is None:
             keeps_shards = _same_shards(shape, src, dst)
         else:
@@ -304,7 +304,9 @@ def move_of(
         # An array without elements has nothing to send.
         if steps is not None and 0 not in shape:
             return make("steps", plan=steps)
-    assembly = assembly_between(shape, dtype, src, dst, lost, copies)
+    assembly = assembly_between(
+        shape=shape, dtype=dtype, src=src, dst=dst, lost=lost, may_copy_on_host=copies
+    )
     return make("tiles", assembly=assembly)
 
 

@@ -211,7 +211,9 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     if not isinstance(x, jax.Array):
         return jax.device_put(x, dst)
     # No devices are lost, and CPU devices may copy shards in host memory.
-    move = move_of(x.shape, x.dtype, x.sharding, dst, (), True)
+    move = move_of(
+        shape=x.shape, dtype=x.dtype, src=x.sharding, dst=dst, lost=(), copies=True
+    )
     return carry_out(move, x)
 
 

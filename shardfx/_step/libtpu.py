@@ -184,7 +184,13 @@ class TpuDumps:
         }
         (text,), error = _asked(self.program.module, self.slices, request)
         if not text or (error and not error.startswith(_FULL)):
-            raise _cannot("compile", self.slices, error, request["files"], [text])
+            raise _cannot(
+                verb="compile",
+                slices=self.slices,
+                error=error,
+                names=request["files"],
+                texts=[text],
+            )
         return text.decode()
 
 
@@ -207,7 +213,9 @@ def _tpu_texts(texts: Sequence[bytes], error: str, slices: TpuSlice) -> TpuTexts
     """
     is_full = error.startswith(_FULL)
     if (error and not is_full) or not all(texts):
-        raise _cannot("compile", slices, error, _DUMPS, texts)
+        raise _cannot(
+            verb="compile", slices=slices, error=error, names=_DUMPS, texts=texts
+        )
     scheduled, assignment, ranges, report = (text.decode() for text in texts)
     return TpuTexts(
         scheduled=scheduled,
@@ -270,7 +278,13 @@ def tpu_partitioned(
     }
     texts, error = _asked(program.module, slices, request)
     if not all(texts):
-        raise _cannot("partition", slices, error, request["files"], texts)
+        raise _cannot(
+            verb="partition",
+            slices=slices,
+            error=error,
+            names=request["files"],
+            texts=texts,
+        )
     return texts[0].decode()
 
 

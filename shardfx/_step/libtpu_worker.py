@@ -236,7 +236,13 @@ def _started(
     child_id = os.fork()
     if not child_id:
         os.close(words_pipe)
-        _compile(module, request, folder, child_pipe, parent)
+        _compile(
+            module=module,
+            request=request,
+            folder=folder,
+            child_pipe=child_pipe,
+            parent=parent,
+        )
     os.close(child_pipe)
     return _Child(question=question, folder=folder, id=child_id, words_pipe=words_pipe)
 

@@ -241,7 +241,13 @@ class Step:
         over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
         mesh = self.mesh if mesh is None else mesh
-        module_bytes = self._bytecode_for(platform, mesh, arguments, results, module)
+        module_bytes = self._bytecode_for(
+            platform=platform,
+            mesh=mesh,
+            arguments=arguments,
+            results=results,
+            module=module,
+        )
         return partitioned(module_bytes, mesh.size, finished=platform == "cpu")
 
     def programs(
@@ -257,7 +263,13 @@ class Step:
         errors are those of `Step.partitioned`.
         """
         mesh = self.mesh if mesh is None else mesh
-        module_bytes = self._bytecode_for(platform, mesh, arguments, results, module)
+        module_bytes = self._bytecode_for(
+            platform=platform,
+            mesh=mesh,
+            arguments=arguments,
+            results=results,
+            module=module,
+        )
         return programs(module_bytes, mesh.size)
 
     def tpu_dumps(
@@ -274,7 +286,13 @@ class Step:
         of `Step.partitioned`. The first access to a text raises `ProgramError` with
         libtpu's own message if it cannot compile the step.
         """
-        module_bytes = self._bytecode_for("tpu", self.mesh, arguments, results, module)
+        module_bytes = self._bytecode_for(
+            platform="tpu",
+            mesh=self.mesh,
+            arguments=arguments,
+            results=results,
+            module=module,
+        )
         program = self._tpu_program(module_bytes, arguments, results)
         return recent_tpu_dumps(program, slices, tuple(order))
 
@@ -286,7 +304,9 @@ class Step:
         """The step's program compiled by libtpu; what libtpu dumped, of a step that
         does not fit. The arguments and errors are those of `Step.tpu_dumps`.
         """
-        module_bytes = self._bytecode_for("tpu", self.mesh, None, None, None)
+        module_bytes = self._bytecode_for(
+            platform="tpu", mesh=self.mesh, arguments=None, results=None, module=None
+        )
         return tpu_compiled(self._tpu_program(module_bytes, None, None), slices, order)
 
     def tpu_partitioned(
@@ -304,7 +324,9 @@ class Step:
         `Step.tpu_dumps`.
         """
         mesh = self.mesh if mesh is None else mesh
-        module_bytes = self._bytecode_for("tpu", mesh, arguments, results, None)
+        module_bytes = self._bytecode_for(
+            platform="tpu", mesh=mesh, arguments=arguments, results=results, module=None
+        )
         program = self._tpu_program(module_bytes, arguments, results)
         return tpu_partitioned(program, slices, order)
 

@@ -87,11 +87,11 @@ def _answer(module: bytes, request: dict[str, Any]) -> tuple[list[bytes], str]:
     `request["propagated"]`, there is one text: the module that Shardy makes of the HLO.
     """
     texts, error = partitioned(
-        module,
-        request["devices"],
-        request["options"],
-        request["seconds"],
-        request["dumped"],
+        module=module,
+        devices=request["devices"],
+        options=request["options"],
+        seconds=request["seconds"],
+        dumped=request["dumped"],
     )
     if texts and request["propagated"] is not None:
         asked = request | request["propagated"]

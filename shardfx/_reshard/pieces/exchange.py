@@ -304,7 +304,13 @@ def program(
             part = slice_part(step.form, shard, place)
             if step.senders:
                 part = jax.lax.ppermute(part, AXIS, step.pairs)
-            target_shard = write_part(step, target_shard, part, shard.dtype, place)
+            target_shard = write_part(
+                step=step,
+                target_shard=target_shard,
+                part=part,
+                source_dtype=shard.dtype,
+                place=place,
+            )
         return bitcast(target_shard.reshape(block_shape(target.shape)), target.dtype)
 
     # The places and the sources. The target's shards, if given, are donated.

@@ -176,7 +176,9 @@ def start_on_host(
     not write to shared memory if one of the two arrays is donated.
     """
     dtype = np.dtype(struct.dtype)
-    views = _views_of_old_shards(targets, copies, names, shards, dtype)
+    views = _views_of_old_shards(
+        targets=targets, copies=copies, names=names, shards=shards, dtype=dtype
+    )
     if views is not None:
         return ft.partial(_finished, struct, targets, views, ())
 
@@ -227,7 +229,13 @@ def _finished(
         # This copy stays within host memory.
         if is_guarded() and platforms == {"cpu"}:
             stack.enter_context(jax.transfer_guard_host_to_device("allow"))
-        return array_of(struct.shape, struct.dtype, sharding, targets, shards)
+        return array_of(
+            shape=struct.shape,
+            dtype=struct.dtype,
+            sharding=sharding,
+            boxes=targets,
+            memory=shards,
+        )
 
 
 def is_guarded() -> bool:
@@ -288,7 +296,15 @@ def assemble_and_delete(
     nbytes = math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
     if nbytes < _PAGE_BYTES or are_slices(copies):
         joint = joint_copies(targets, copies, struct.dtype)
-        array = start_on_host(struct, targets, copies, joint, ("",), shards, pool)()
+        array = start_on_host(
+            struct=struct,
+            targets=targets,
+            copies=copies,
+            joint=joint,
+            names=("",),
+            shards=shards,
+            pool=pool,
+        )()
         shards.delete()
         return array
 
@@ -299,7 +315,9 @@ def assemble_and_delete(
         return _finished(
             struct,
             targets,
-            _copied_by_sender(targets, copies, struct, shards, pool),
+            _copied_by_sender(
+                targets=targets, copies=copies, struct=struct, shards=shards, pool=pool
+            ),
             (),
         )
     # A copy of short runs writes to pages of the whole new shard. So the copies go to
@@ -308,7 +326,9 @@ def assemble_and_delete(
         HostCopies(_in_a_row(shard.copies, itemsize), (), is_slice=False)
         for shard in copies
     ]
-    staged = _copied_by_sender(targets, rows, struct, shards, pool)
+    staged = _copied_by_sender(
+        targets=targets, copies=rows, struct=struct, shards=shards, pool=pool
+    )
     new_shards: list[np.ndarray] = []
     for number, box in enumerate(targets):
         (buffer,) = _empty_shards([box], struct)

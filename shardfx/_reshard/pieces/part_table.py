@@ -546,7 +546,13 @@ def _senders(
     # The shards that several devices could send, numbered.
     cells_to_send, cell_numbers = numbered(cells[rows])
     replicas = [tuple(holders[cell]) for cell in cells_to_send.tolist()]
-    if _can_take_turns(cell_numbers, part_bytes[rows], replicas, group_of, sent):
+    if _can_take_turns(
+        cells=cell_numbers,
+        part_bytes=part_bytes[rows],
+        holders=replicas,
+        group_of=group_of,
+        sent=sent,
+    ):
         row_cells = cells[rows]
         turns = occurrences(cell_numbers) % counts[row_cells]
         senders[rows] = holder_numbers[first_holders[row_cells] + turns]

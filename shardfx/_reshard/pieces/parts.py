@@ -268,7 +268,14 @@ def shard_parts(
         dtype, holders = sources[str(piece.value.path)]
         has_many_shards = len(targets) + len(holders) >= _MANY_SHARDS
         if has_many_shards and _are_disjoint(holders.values()):
-            tabled = tabled_parts(piece, targets, dtype, holders, group_of, sent)
+            tabled = tabled_parts(
+                piece=piece,
+                targets=targets,
+                dtype=dtype,
+                holders=holders,
+                group_of=group_of,
+                sent=sent,
+            )
             return ShardParts(
                 rows=tabled.table,
                 missing=tabled.missing,
@@ -293,7 +300,14 @@ def shard_parts(
                 parts += _not_split(piece, receiver, box)
             else:
                 grid = grids[id(sources[value.path])]
-                parts += _sent_parts(piece, receiver, box, grid, splits, missing)
+                parts += _sent_parts(
+                    piece=piece,
+                    receiver=receiver,
+                    box=box,
+                    source=grid,
+                    splits=splits,
+                    missing=missing,
+                )
     replicas = _choose(parts)
     return ShardParts(
         rows=PartList(tuple([entry.part for entry in parts])),

@@ -159,7 +159,13 @@ def _by_paths(senders: list[int], receivers: list[int]) -> np.ndarray:
         colour = sender.first_free()
         if colour in receiver.parts:
             free = receiver.first_free()
-            _swap_colours(receiver, colour, free, sender_of, receiver_of)
+            _swap_colours(
+                receiver=receiver,
+                a=colour,
+                b=free,
+                sender_of=sender_of,
+                receiver_of=receiver_of,
+            )
         sender.add(colour, part)
         receiver.add(colour, part)
 

@@ -80,7 +80,13 @@ def step_between(
     receives. Devices are numbered in the mesh order of `like`.
     """
     wire_share, dcn_share = _shares(kind, source, target, like)
-    return PathStep(kind, source, target, wire_share, dcn_share)
+    return PathStep(
+        kind=kind,
+        source=source,
+        target=target,
+        wire_share=wire_share,
+        dcn_share=dcn_share,
+    )
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:
@@ -216,7 +222,13 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
         needed_keys = group * shard_count + needs
         free = np.setdiff1d(devices, sender)
         without = np.flatnonzero(sender < 0)
-        _match(sender, without, needed_keys[without], free, held_keys[free])
+        _match(
+            sender=sender,
+            without=without,
+            needed=needed_keys[without],
+            free=free,
+            held=held_keys[free],
+        )
     return sender
 
 

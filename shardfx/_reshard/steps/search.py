@@ -189,7 +189,13 @@ def _half(
     near = problem.source if is_forward else problem.target
     far = problem.target if is_forward else problem.source
     shards = Shards(near)
-    steps = Neighbours(problem.divisible_counts, near, far, shards, permutations)
+    steps = Neighbours(
+        divisible_counts=problem.divisible_counts,
+        near=near,
+        far=far,
+        shards=shards,
+        permutations=permutations,
+    )
     # Most moves need only slices before the crossing, all-gathers after it, and
     # all-to-alls. All-gathers before it and slices after it are detours.
     if is_forward:

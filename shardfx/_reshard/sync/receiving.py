@@ -123,7 +123,9 @@ def receive(
     """
     spare = SpareMemory(plan, dst, receiver)
     lines = {
-        sender: _Incoming(plan, sender, receiver, spare, channel)
+        sender: _Incoming(
+            plan=plan, sender=sender, receiver=receiver, spare=spare, channel=channel
+        )
         for sender, channel in channels.items()
     }
     spare.begin([line.rows_by_leaf for line in lines.values()])

@@ -109,11 +109,11 @@ class Sender:
         encrypt: bool = False,
     ):
         check_type(
-            "plan",
-            plan,
-            TransferPlan,
-            LeafTypeError,
-            "give what `plan_transfer(src, dst)` returns",
+            what="plan",
+            value=plan,
+            expected=TransferPlan,
+            error=LeafTypeError,
+            fix="give what `plan_transfer(src, dst)` returns",
         )
         if process not in plan.senders:
             raise PlanMismatchError(

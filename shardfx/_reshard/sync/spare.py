@@ -133,11 +133,11 @@ class SpareMemory:
         target = layout.targets[number]
         assert target.sharding is not None
         array = array_of(
-            leaf.shape,
-            leaf.dtype,
-            target.sharding,
-            [boxes[buffer] for buffer in memory],
-            list(memory.values()),
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            sharding=target.sharding,
+            boxes=[boxes[buffer] for buffer in memory],
+            memory=list(memory.values()),
         )
         self._arrays[number] = as_keys_of_dtype(array, target.dtype)
 

@@ -54,7 +54,11 @@ def reduce_several(
         expressed_arrays = expressed_operands[: len(arrays)]
         try:
             terms = _terms_over(
-                context, instruction, expressed_arrays, node, reduced_dims
+                context=context,
+                instruction=instruction,
+                operands=expressed_arrays,
+                node=node,
+                over=reduced_dims,
             )
         except Unjudged as error:
             reason = error
@@ -66,7 +70,14 @@ def reduce_several(
                 cuts.append(joined_cut(context, "reduce", dim, axes))
         form = form_in(context, instruction, expressed_operands, result_arrays[0].shape)
         held_results = [
-            result_at(context, instruction, form, result_number, cuts, array.shape)
+            result_at(
+                context=context,
+                instruction=instruction,
+                form=form,
+                place=result_number,
+                cuts=cuts,
+                shape=array.shape,
+            )
             for result_number, array in enumerate(result_arrays)
         ]
         if terms is None:
@@ -222,5 +233,10 @@ def result_at(
     if not value_numbers:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")
     return held_result(
-        context, form_of_result, instruction, shape, cuts, value_numbers[0]
+        context=context,
+        form=form_of_result,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=value_numbers[0],
     )

@@ -129,14 +129,35 @@ def _convolved(
         cuts["b"] = _batch(context, image, labels)
         cuts["f"] = cut_of(kernel.axes[labels.kernel.index("o")])
     else:
-        terms = _grouped(context, instruction, operands, node, labels, cuts)
+        terms = _grouped(
+            context=context,
+            instruction=instruction,
+            operands=operands,
+            node=node,
+            labels=labels,
+            cuts=cuts,
+        )
     for letter, dim in _spatial_dims(labels, instruction, node).items():
         cuts[letter], terms_of_window = _spatial(context, operands, dim, node)
         terms = product_of_terms(context.everywhere, terms, terms_of_window)
     ordered_cuts = [cuts[letter] for letter in labels.out]
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, ordered_cuts, value_number)
-    return with_sums(context, held, operands, terms, Fraction(1), None)
+    held = held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=ordered_cuts,
+        value_number=value_number,
+    )
+    return with_sums(
+        context=context,
+        held=held,
+        operands=operands,
+        terms=terms,
+        scale=Fraction(1),
+        fill=None,
+    )
 
 
 def _terms_of_features(
@@ -255,7 +276,14 @@ def _grouped(
         other_counts = _Counts(local=local_groups.batch, whole=whole_groups.batch)
     if other_counts != (1, 1):
         raise Unjudged("a convolution in groups of two kinds")
-    cuts["f"] = _cut_into_groups(context, operands, node, labels, letter, counts)
+    cuts["f"] = _cut_into_groups(
+        context=context,
+        operands=operands,
+        node=node,
+        labels=labels,
+        letter=letter,
+        counts=counts,
+    )
     input_dim = labels.kernel.index("i")
     if letter == "b":
         per_group = (
@@ -358,11 +386,11 @@ def _spatial(
     if kernel_axis is None and kernel.shape[dim.kernel] != kernel_size:
         raise Unjudged("a convolution of a broadcast along its window")
     return windowed_cut(
-        context.cuts,
-        (context.cuts.indices(axis.cut), context.cuts.indices(kernel_cut)),
-        (dim.local_window, dim.whole_window),
-        (image_size, kernel_size),
-        (dim.local_size, dim.whole_size),
+        cuts=context.cuts,
+        held=(context.cuts.indices(axis.cut), context.cuts.indices(kernel_cut)),
+        windows=(dim.local_window, dim.whole_window),
+        sizes=(image_size, kernel_size),
+        results=(dim.local_size, dim.whole_size),
     )
 
 
@@ -425,17 +453,24 @@ def _reduced_window(
             raise Unjudged("a window that starts with another number")
         taps = context.cuts.whole(whole_windows[dim].size)
         cut, terms = windowed_cut(
-            context.cuts,
-            (context.cuts.indices(axis.cut), context.cuts.indices(taps)),
-            (local_windows[dim], whole_windows[dim]),
-            (size, whole_windows[dim].size),
-            (shape[dim], _known_size(node.shape[dim])),
+            cuts=context.cuts,
+            held=(context.cuts.indices(axis.cut), context.cuts.indices(taps)),
+            windows=(local_windows[dim], whole_windows[dim]),
+            sizes=(size, whole_windows[dim].size),
+            results=(shape[dim], _known_size(node.shape[dim])),
         )
         if terms is not None:
             raise Unjudged("a window over parts")
         cuts.append(cut)
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, cuts, value_number)
+    held = held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=value_number,
+    )
     return held.with_sums_of(operand)
 
 
@@ -490,7 +525,14 @@ def _scattered(
         windows = (local_windows[dim], whole_windows[dim])
         cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
     form = form_in(context, instruction, operands, shape)
-    return held_result(context, form, instruction, shape, cuts, value_number)
+    return held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=value_number,
+    )
 
 
 def _whole_or_cut(

@@ -537,7 +537,11 @@ class Judge:
         body_name = called_names.get("calls") or called_names["to_apply"]
         try:
             results = called_manually(
-                self.context, instruction, operands, body_name, self.run
+                context=self.context,
+                instruction=instruction,
+                operands=operands,
+                name=body_name,
+                run=self.run,
             )
         except Unjudged as error:
             cause = self.record.unknown(key, instruction, str(error))

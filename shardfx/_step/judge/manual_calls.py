@@ -242,9 +242,20 @@ def own_collective(
         value_number = value_numbers[0]
         require_finished(operand, f"the body's own {instruction.opcode}")
         cuts = _cuts_after_collective(
-            context, instruction, operand, groups, value_number
+            context=context,
+            instruction=instruction,
+            operand=operand,
+            groups=groups,
+            value_number=value_number,
         )
-        return held_result(context, form, instruction, shape, cuts, value_number)
+        return held_result(
+            context=context,
+            form=form,
+            instruction=instruction,
+            shape=shape,
+            cuts=cuts,
+            value_number=value_number,
+        )
     part_of_device = np.array(context.values.parts_by_value[operand.root])
     for members_by_group in groups:
         if (

@@ -40,8 +40,20 @@ def selected_by_mask(
         return None
     rows = chosen.reshape(len(chosen), -1)
     if not varying:
-        return _selected_on_devices(context, rows[:, 0], chosen_value, other, shape)
-    held = _merged(context, varying[0], rows, chosen_value, other)
+        return _selected_on_devices(
+            context=context,
+            chosen=rows[:, 0],
+            on_part=chosen_value,
+            other=other,
+            shape=shape,
+        )
+    held = _merged(
+        context=context,
+        place=varying[0],
+        chosen=rows,
+        chosen_value=chosen_value,
+        other=other,
+    )
     return None if held is None else seen_as_padded(context, instruction, held)
 
 
@@ -77,7 +89,12 @@ def _selected_on_devices(
             for dim in differing_dims:
                 chosen_positions = np.repeat(chosen[:, None], shape[dim], axis=1)
                 merged = _merged(
-                    context, dim, chosen_positions, held, other, is_device_mask=True
+                    context=context,
+                    place=dim,
+                    chosen=chosen_positions,
+                    chosen_value=held,
+                    other=other,
+                    is_device_mask=True,
                 )
                 if merged is None:
                     return None

@@ -155,7 +155,13 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         held_operand = _elements(context, held, _beneath(context, array, operand))
         if held_operand is None:
             continue
-        moved = _remembered_move(context, held_operand, array, node, operand_number)
+        moved = _remembered_move(
+            context=context,
+            held_operand=held_operand,
+            array=array,
+            node=node,
+            operand_number=operand_number,
+        )
         if moved is None:
             continue
         if not moved.has_holes:
@@ -472,7 +478,13 @@ def _remembered_move(
     held = context.memory.result(key)
     if held is not None:
         return held.of_value(array.view.root)
-    held = _moved(context, held_operand, array, node, operand_number)
+    held = _moved(
+        context=context,
+        held_operand=held_operand,
+        array=array,
+        node=node,
+        operand_number=operand_number,
+    )
     if held is not None:
         context.memory.add(key, [held_operand], held)
     return held
@@ -531,7 +543,11 @@ def _moved(
         )
         axes.append(Axis(dim, cut))
     moved_dropped_axes = _moved_dropped_axes(
-        context, held_operand, array_dims, node, operand_number
+        context=context,
+        held_operand=held_operand,
+        array_dims=array_dims,
+        node=node,
+        operand_number=operand_number,
     )
     if moved_dropped_axes is None:
         return None

@@ -102,7 +102,13 @@ def elementwise(
             raise Unjudged("a lookup that is not finished")
         return held
     if any(operand.root == NOWHERE for operand in operands):
-        return _of_device_numbers(context, instruction, operands, shape, table)
+        return _of_device_numbers(
+            context=context,
+            instruction=instruction,
+            operands=operands,
+            shape=shape,
+            table=table,
+        )
     # An operation of the whole program comes first: it may be a select or a sum, too.
     held = _matched(context, instruction, operands, shape)
     if held is None and instruction.opcode == "multiply":
@@ -163,7 +169,13 @@ def _matched(
             rule = ft.partial(
                 joined, context, instruction, operands, shape, form, value_number
             )
-            return remembered(context, instruction, operands, value_number, rule)
+            return remembered(
+                context=context,
+                instruction=instruction,
+                operands=operands,
+                value_number=value_number,
+                rule=rule,
+            )
         except Wrong as error:
             fault = error
     for other_number, expressed_operands in matches_by_name(
@@ -253,7 +265,14 @@ def joined(
     ]
     dtype = arrays_in(instruction.result)[0].dtype
     sums = _sums(opcode, dtype, operands)
-    held = held_result(context, form, instruction, shape, cuts, number)
+    held = held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=number,
+    )
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
         fill = _fill_of_result(instruction, operands)

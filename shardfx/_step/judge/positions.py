@@ -187,9 +187,16 @@ def update_row(
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
         form = form_in(context, instruction, expressed_operands, shard.shape)
         result = held_result(
-            context, form, instruction, shard.shape, cuts, value_number
+            context=context,
+            form=form,
+            instruction=instruction,
+            shape=shard.shape,
+            cuts=cuts,
+            value_number=value_number,
         )
-        updated = Updated(index, row.low, row.high, shard, result)
+        updated = Updated(
+            written_index=index, low=row.low, high=row.high, shard=shard, result=result
+        )
         return dataclasses.replace(shard, idiom=updated, known_numbers=None)
     raise Unjudged("no update of the whole program has these operands")
 

@@ -56,7 +56,11 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
                 _dot, context, instruction, expressed_operands, value_number
             )
             return remembered(
-                context, instruction, expressed_operands, value_number, rule
+                context=context,
+                instruction=instruction,
+                operands=expressed_operands,
+                value_number=value_number,
+                rule=rule,
             )
         except Wrong as error:
             fault = error if are_same(expressed_operands, operands) else fault
@@ -135,7 +139,14 @@ def _dot(
             scale *= Fraction(first.shape[first_dim], size)
             continue
         cut = contracted_cut(context, operands, axes, first_dim)
-        size = _contracted_size(context, node, first, second, first_dim, second_dim)
+        size = _contracted_size(
+            context=context,
+            node=node,
+            first=first,
+            other=second,
+            first_dim=first_dim,
+            other_dim=second_dim,
+        )
         terms_of_dim = context.cuts.terms(cut, size)
         terms = product_of_terms(context.everywhere, terms, terms_of_dim)
     cuts: list[Cut | None] = []
@@ -145,9 +156,23 @@ def _dot(
     for operand, free_dims in zip(operands, dims.free, strict=True):
         cuts += [cut_of(operand.axes[dim]) for dim in free_dims]
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, cuts, value_number)
+    held = held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=value_number,
+    )
     fill = 0 if _fills_are(operands, 0) else None
-    return with_sums(context, held, operands, terms, scale, fill)
+    return with_sums(
+        context=context,
+        held=held,
+        operands=operands,
+        terms=terms,
+        scale=scale,
+        fill=fill,
+    )
 
 
 def contracted_cut(
@@ -258,14 +283,24 @@ def reduce(
                 value_number,
             )
             return remembered(
-                context, instruction, expressed_operands, value_number, rule
+                context=context,
+                instruction=instruction,
+                operands=expressed_operands,
+                value_number=value_number,
+                rule=rule,
             )
         except Wrong as error:
             fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
         raise fault
     try:
-        return _reduced(context, instruction, operands, reducer, None)
+        return _reduced(
+            context=context,
+            instruction=instruction,
+            operands=operands,
+            reducer=reducer,
+            value_number=None,
+        )
     except Wrong as error:
         raise Unjudged(f"unlike any operation of the whole program: {error}") from error
 
@@ -308,12 +343,12 @@ def _reduced(
     ]
     form = form_in(context, instruction, operands, shape)
     held = held_result(
-        context,
-        form,
-        instruction,
-        shape,
-        [cut_of(axis) for axis in remaining_axes],
-        value_number,
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=[cut_of(axis) for axis in remaining_axes],
+        value_number=value_number,
     )
     fill = None
     if held.has_holes and reducer == "add":

@@ -93,12 +93,20 @@ def _axes_of(
     if named and "manual" not in named["rest"]:
         dimensions = re.findall(r"\{([^{}]*)\}", named["dimensions"])
         places, tiles = _named_places(named, dimensions, cuts.devices)
-        return _tiled(cuts, places, tiles, shape, shard_shape)
+        return _tiled(
+            cuts=cuts, places=places, tiles=tiles, shape=shape, shard_shape=shard_shape
+        )
     match = _TILED.search(sharding)
     if match is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
     places = _places(match, cuts.devices)
-    return _tiled(cuts, places, _numbers(match["tiles"]), shape, shard_shape)
+    return _tiled(
+        cuts=cuts,
+        places=places,
+        tiles=_numbers(match["tiles"]),
+        shape=shape,
+        shard_shape=shard_shape,
+    )
 
 
 def _places(tiled: re.Match[str], devices: int) -> np.ndarray:

@@ -29,7 +29,9 @@ def source(context: Context, instruction: Instruction) -> Held:
     if instruction.opcode == "iota":
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
-        held = held_result(context, form, instruction, shape, cuts)
+        held = held_result(
+            context=context, form=form, instruction=instruction, shape=shape, cuts=cuts
+        )
         changing_dim = next(
             dim_number for dim_number, dim in enumerate(form.dims) if dim is not None
         )
@@ -65,7 +67,14 @@ def _constant(
         and node_for(context, form, instruction) is None
     ):
         value_number = context.values.scalar_like(dtype, float(values))
-    held = held_result(context, form, instruction, shape, cuts, value_number)
+    held = held_result(
+        context=context,
+        form=form,
+        instruction=instruction,
+        shape=shape,
+        cuts=cuts,
+        value_number=value_number,
+    )
     if values is None:
         return held
     table = np.broadcast_to(values, (context.devices, *values.shape))

@@ -45,7 +45,13 @@ def dynamic_update_slice(
         raise Unjudged(
             "an update, at an index that is computed, of a dimension that is cut"
         )
-    return _updated(context, instruction, operand, update, starts)
+    return _updated(
+        context=context,
+        instruction=instruction,
+        operand=operand,
+        update=update,
+        starts=starts,
+    )
 
 
 def _updated_globally(
@@ -69,7 +75,14 @@ def _updated_globally(
         if cuts is None:
             continue
         form = form_in(context, instruction, expressed_operands, shape)
-        held = held_result(context, form, instruction, shape, cuts, value_number)
+        held = held_result(
+            context=context,
+            form=form,
+            instruction=instruction,
+            shape=shape,
+            cuts=cuts,
+            value_number=value_number,
+        )
         return _update_sums(held, operand, update)
     return None
 

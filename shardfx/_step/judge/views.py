@@ -150,7 +150,13 @@ def _global_reshape(
     form = Form(("reshape", operand.root, dims), (), ())
     for value_number in candidates(context, form, instruction):
         node = context.values.nodes[value_number]
-        held = _fitted(context, operand, shape, value_number, node)
+        held = _fitted(
+            context=context,
+            operand=operand,
+            shape=shape,
+            value_number=value_number,
+            node=node,
+        )
         if held is not None:
             return held
     return _reshaped_piece(context, instruction, operand, shape)
@@ -172,7 +178,13 @@ def _reshaped_piece(
         piece = expressed(context, operand, node.operands[0])
         if piece is None or piece.has_holes:
             continue
-        held = _fitted(context, piece, shape, value_number, node)
+        held = _fitted(
+            context=context,
+            operand=piece,
+            shape=shape,
+            value_number=value_number,
+            node=node,
+        )
         if held is not None:
             return held
     return None
@@ -245,11 +257,11 @@ def _fitted(
             regrouped = [cut for cut in cuts if cut is not None]
         else:
             regrouped = _regrouped(
-                context,
-                [cut for cut in cuts if cut is not None],
-                [whole_operand.shape[dim] for dim in sources],
-                [whole_shape[dim] for dim in targets],
-                [shape[dim] for dim in targets],
+                context=context,
+                cuts=[cut for cut in cuts if cut is not None],
+                before=[whole_operand.shape[dim] for dim in sources],
+                after=[whole_shape[dim] for dim in targets],
+                local_after=[shape[dim] for dim in targets],
             )
             if regrouped is None:
                 return None

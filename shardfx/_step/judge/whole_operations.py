@@ -38,7 +38,14 @@ def whole_operation(
         shape = result_arrays[0].shape
         form = form_in(context, instruction, expressed_operands, shape)
         if not instruction.result.startswith("("):
-            return held_result(context, form, instruction, shape, cuts, value_number)
+            return held_result(
+                context=context,
+                form=form,
+                instruction=instruction,
+                shape=shape,
+                cuts=cuts,
+                value_number=value_number,
+            )
         held_results = []
         for result_number, array in enumerate(result_arrays):
             result_cuts: list[Cut | None] = cuts
@@ -46,7 +53,12 @@ def whole_operation(
                 result_cuts = [context.cuts.whole(size) for size in array.shape]
             held_results.append(
                 result_at(
-                    context, instruction, form, result_number, result_cuts, array.shape
+                    context=context,
+                    instruction=instruction,
+                    form=form,
+                    place=result_number,
+                    cuts=result_cuts,
+                    shape=array.shape,
                 )
             )
         return tuple(held_results)

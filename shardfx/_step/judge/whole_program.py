@@ -284,7 +284,13 @@ class _Reader:
         # A loop inside the body has a later number.
         self.values.loops.append(
             Loop(
-                loop_number, instruction, initial_arrays, (), (), initial_arrays[0], ()
+                number=loop_number,
+                instruction=instruction,
+                initial=initial_arrays,
+                carried=(),
+                after_turn=(),
+                goes_on=initial_arrays[0],
+                results=(),
             )
         )
         after_turn = tuple(_leaves(self.run(called["body"], [tuple(carried)])))

@@ -32,7 +32,15 @@ class Window(NamedTuple):
     @property
     def is_trivial(self) -> bool:
         """Whether each position reads one element, that at its own index."""
-        return self == Window(1, 1, 0, 0, 1, 1, False)
+        return self == Window(
+            size=1,
+            stride=1,
+            low=0,
+            high=0,
+            image_dilation=1,
+            kernel_dilation=1,
+            is_reversed=False,
+        )
 
 
 def window_of(instruction: Instruction, rank: int) -> list[Window]:
@@ -62,13 +70,13 @@ def window_of(instruction: Instruction, rank: int) -> list[Window]:
     )
     return [
         Window(
-            size,
-            stride,
-            padding[0],
-            padding[1],
-            image_dilation,
-            kernel_dilation,
-            bool(reversal),
+            size=size,
+            stride=stride,
+            low=padding[0],
+            high=padding[1],
+            image_dilation=image_dilation,
+            kernel_dilation=kernel_dilation,
+            is_reversed=bool(reversal),
         )
         for size, stride, padding, image_dilation, kernel_dilation, reversal in columns
     ]
@@ -113,9 +121,23 @@ def windowed_cut(
     elements = _read(image, local, results[0])
     is_kernel_whole = (taps != HOLE).all() and (taps == taps[:1]).all()
     if is_kernel_whole and local.size == whole.size:
-        cut = _positions_that_read(cuts, elements, taps, whole, sizes[0], results[1])
+        cut = _positions_that_read(
+            cuts=cuts,
+            elements=elements,
+            taps=taps,
+            window=whole,
+            size=sizes[0],
+            count=results[1],
+        )
         return cut, None
-    return _cut_kernel(cuts, elements, taps, whole, sizes, results)
+    return _cut_kernel(
+        cuts=cuts,
+        elements=elements,
+        taps=taps,
+        window=whole,
+        sizes=sizes,
+        results=results,
+    )
 
 
 def _read(image: np.ndarray, window: Window, count: int) -> np.ndarray:
@@ -187,7 +209,14 @@ def _positions_that_read(
     is_right = (expected == elements).all(axis=2) & within
     # A position that reads nothing lies between two that are known.
     indices[~is_right] = HOLE
-    _fill_gaps(indices, ~has_any, taps, window, size, count)
+    _fill_gaps(
+        indices=indices,
+        are_empty=~has_any,
+        taps=taps,
+        window=window,
+        size=size,
+        count=count,
+    )
     return cuts.from_indices(indices)
 
 
