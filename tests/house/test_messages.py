@@ -255,9 +255,7 @@ ValueError: `without('replicate')`: the codes of findings are unplannable, inval
 LeafTypeError: `init` must be a function, not GradientTransformationExtraArgs; pass `optimizer.init`.
 
 >>> follow(lambda x: x, planned(), adapters=["lora"])
-RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target, `(regex, target)`, in a list: \
-`PathRules([(regex, target)])`.
-
+RuleError: `adapters` takes pairs of a regex and a replacement, `[("lora_a$", "w")]`, and not 'lora'.
 >>> plan({"a": {"w": P("data")}}, MESH, paths=EVERYTHING)
 LeafTypeError: leaf `a/w` is P('data',), but a plan is made from arrays or ShapeDtypeStructs; pass the model's own \
 tree, and the specs as `paths=PathRules([...])`.
