@@ -230,6 +230,11 @@ def test_engines_of_other_families(family, check):
     equal(applied, weights)
 
 
+def test_shards_of_an_engine_as_an_integer_of_numpy():
+    config = config_of("llama")
+    assert maps.engine(config, shards=np.int64(2)) == maps.engine(config, shards=2)
+
+
 @pytest.mark.parametrize("block", [128, 10])
 def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     """Blocks of 10 leave a part at every edge, and the layer after the last has the

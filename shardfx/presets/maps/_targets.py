@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..._ground.errors import MapError
+from ..._ground.errors import MapError, whole_number
 from ._entries import Entry, Fused, Weight, weights_of
 from ._hugging_face import Config, check_config, hugging_face, text_config
 from ._layout import TreeLayout
@@ -145,11 +145,13 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         ```
     """
     check_config(config)
-    if not isinstance(shards, int) or shards < 1:
+    number = whole_number(shards)
+    if number is None or number < 1:
         raise MapError(
             f"`shards` is the number of devices of the engine, not {shards!r}; write it"
             " as in `maps.engine(config, shards=4)`."
         )
+    shards = number
     theirs = hugging_face(
         config,
         prefix=_PREFIXES.get(str(config.get("model_type"))),
