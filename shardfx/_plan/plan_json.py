@@ -499,8 +499,9 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
             f"row {number}: shape {row.shape} needs one name for each dimension, not"
             f" {row.names!r:.60}."
         )
-    # Raises an error if the requested spec has another rank or an invalid entry.
-    correct(row.requested, row.shape, mesh, units=row.units)
+    if row.requested != row.spec:
+        # Raises an error if the requested spec has another rank or an invalid entry.
+        correct(row.requested, row.shape, mesh, units=row.units)
     decision = correct(row.spec, row.shape, mesh, units=row.units)
     if decision.spec != row.spec:
         reason = decision.reasons[0]
