@@ -1,6 +1,7 @@
 """The limits that a user sets to the candidates of a search."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 
 from .._ground.errors import RuleError, whole_number
@@ -60,7 +61,7 @@ class Limits:
             'names, or of pairs of a name and a size, `axes=("data",)`',
         )
         if isinstance(self.free_bytes, bool) or not isinstance(
-            self.free_bytes, int | float
+            self.free_bytes, numbers.Real
         ):
             raise RuleError(
                 f"`free_bytes={self.free_bytes!r:.40}` is no number of bytes; write"

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardfx import AxisRules, MeshSpec
@@ -40,6 +41,11 @@ def step(w, x):
 def test_a_limit_of_a_wrong_type_is_named(limits, text):
     with pytest.raises(RuleError, match=text):
         Limits(**limits)
+
+
+def test_free_bytes_may_be_a_number_of_numpy():
+    limits = Limits(free_bytes=np.prod((1024, 1024)))
+    assert limits.free_bytes == 2**20
 
 
 @pytest.mark.parametrize(
