@@ -68,7 +68,11 @@ class EntryRule:
             return _with_numbers(self._template, numbers, self._selections)
 
         evaluated_leaf = evaluated(
-            self._rule, binding, self._leaves_made.leaves, self._leaves_made, on_shapes
+            expression=self._rule,
+            binding=binding,
+            leaves=self._leaves_made.leaves,
+            value_of_leaf=self._leaves_made,
+            apply_operation=on_shapes,
         )
         pieces = all_simplified(evaluated_leaf.pieces)
         evaluated_leaf = Made(

@@ -166,11 +166,11 @@ def _counted(
         )
     # The array from which `at` selects, for its shape.
     operand = evaluated(
-        selection.of[0],
-        binding,
-        source,
-        lambda path: leaf_made(path, source[path]),
-        on_shapes,
+        expression=selection.of[0],
+        binding=binding,
+        leaves=source,
+        value_of_leaf=lambda path: leaf_made(path, source[path]),
+        apply_operation=on_shapes,
     )
     index, dim = selection.args
     selected_dim = dim_of(dim, len(operand.shape), "at")

@@ -220,7 +220,11 @@ class ArrayMaker:
         """
         if self._aval is None:
             array = array_of(
-                self._shape, self._dtype, self._sharding, self._boxes, memory
+                shape=self._shape,
+                dtype=self._dtype,
+                sharding=self._sharding,
+                boxes=self._boxes,
+                memory=memory,
             )
             self._aval = array.aval
             return array

@@ -197,7 +197,7 @@ def _walked(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
         names=[],
         stacked=[],
     )
-    _append(treedef, "", "", columns, {}, "")
+    _append(treedef=treedef, prefix="", template="", out=columns, seen={}, slash="")
     paths, templates, names, stacked = map(tuple, columns)
     return paths, templates, names, stacked
 
@@ -217,7 +217,9 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
             names=[],
             stacked=[],
         )
-        _append(treedef, "", "", columns, seen, "/")
+        _append(
+            treedef=treedef, prefix="", template="", out=columns, seen=seen, slash="/"
+        )
     return columns
 
 
@@ -266,7 +268,14 @@ def _append(
         child_path = prefix + slash + key
         child_template = template + slash + key.translate(_ZEROS)
         if occurrences[subtree_number] == 1 and key not in declared:
-            _append(child, child_path, child_template, out, seen, "/")
+            _append(
+                treedef=child,
+                prefix=child_path,
+                template=child_template,
+                out=out,
+                seen=seen,
+                slash="/",
+            )
             continue
         child_columns = columns_by_subtree.get(subtree_number)
         if child_columns is None:

@@ -525,7 +525,9 @@ def raise_unused(
     Path rules do not apply to a leaf whose entry in `decided`, such as its logical
     names, is not `None`. `by` is the phrase in the message for what shards such a leaf.
     """
-    unused = unused_rules(rules.rules, rules.used, flat, decided, by)
+    unused = unused_rules(
+        rules=rules.rules, used=rules.used, flat=flat, decided=decided, by=by
+    )
     head = (
         "rules that never apply are mostly mistakes. Correct them, move them ahead of"
         " the rules that shadow them, take them out, mark those that other trees need"

@@ -63,7 +63,9 @@ def apply_strategy(
     if not free or not open_dims:
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    best_dim, new_axes = _best_dim(strategy, free, entries, leaf, sizes, dims)
+    best_dim, new_axes = _best_dim(
+        strategy=strategy, axes=free, entries=entries, leaf=leaf, sizes=sizes, dims=dims
+    )
     if dividing and not dims:
         message = (
             f"no dimension is free for {product_text(free, sizes)}: all that may be cut"
@@ -79,7 +81,16 @@ def apply_strategy(
             shown_dim = max(dims, key=leaf.shape.__getitem__)
         size = leaf.shape[shown_dim]
         unit = leaf.units[shown_dim]
-        reasons.append(indivisible(free, new_axes, best_dim, size, unit, sizes))
+        reasons.append(
+            indivisible(
+                axes=free,
+                kept_axes=new_axes,
+                dim=best_dim,
+                size=size,
+                unit=unit,
+                sizes=sizes,
+            )
+        )
     if best_dim is not None:
         entries[best_dim] = canonical_entry(new_axes)
     return Decision(trimmed(entries, spec), tuple(reasons))
@@ -169,9 +180,13 @@ def shard_over(
     dims = over.open_dims(shape)
     added_axes: tuple[str, ...] = ()
     while free:
-        dim, divisors = _best_dim(over, free, entries, leaf, sizes, dims)
+        dim, divisors = _best_dim(
+            strategy=over, axes=free, entries=entries, leaf=leaf, sizes=sizes, dims=dims
+        )
         if dim is None:
-            reasons.append(_nowhere_to_add(over, free, leaf, sizes, dims))
+            reasons.append(
+                _nowhere_to_add(over=over, axes=free, leaf=leaf, sizes=sizes, dims=dims)
+            )
             break
         entries[dim] = (*entry_axes(entries[dim]), *divisors)
         free = tuple(axis for axis in free if axis not in divisors)
@@ -201,7 +216,13 @@ def _over_until_small(
     for count in range(len(over.axes) + 1):
         if count:
             step = dataclasses.replace(over, axes=over.axes[:count], max_bytes=0)
-            further = shard_over(request, leaf.shape, leaf.dtype, mesh, step)
+            further = shard_over(
+                request=request,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                mesh=mesh,
+                over=step,
+            )
         spec = corrected(further.spec, leaf, axes).spec
         size = _shard_bytes(spec, leaf, axes)
         if size <= over.max_bytes:

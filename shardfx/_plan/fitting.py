@@ -104,7 +104,16 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             used_axes.update(axes_kept)
             reasons += dim_reasons
             if axes_kept != free:
-                reasons.append(indivisible(free, axes_kept, dim, size, unit, sizes))
+                reasons.append(
+                    indivisible(
+                        axes=free,
+                        kept_axes=axes_kept,
+                        dim=dim,
+                        size=size,
+                        unit=unit,
+                        sizes=sizes,
+                    )
+                )
             entry = canonical_entry(axes_kept)
         kept_entries.append(entry)
     if not (spec.unreduced or spec.reduced):

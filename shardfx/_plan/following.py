@@ -247,7 +247,13 @@ def _raise_unused(follower: "_Follower", flat: Flat, kinds: Matcher) -> None:
     for position, path in enumerate(flat.paths):
         if path in follower.paths_of_others:
             followed[position] = None
-    raise_unused("rule", follower.paths, flat, followed, "what they follow")
+    raise_unused(
+        what="rule",
+        rules=follower.paths,
+        flat=flat,
+        decided=followed,
+        by="what they follow",
+    )
     for what, matcher in {**follower.bases, "memory_kinds": kinds}.items():
         raise_unused(f"`{what}` entry", matcher, flat)
 
@@ -315,16 +321,38 @@ class _Follower:
             request = self.request(path, leaf)
             # Axes of `over` may be dropped also under `strict`: it checks the rest.
             if self.plan.strict and math.prod(shape) > 1:
-                row = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
+                row = row_of(
+                    request=request,
+                    shape=shape,
+                    dtype=leaf.dtype,
+                    mesh=self.mesh,
+                    memory_kind=memory_kind,
+                )
                 self.strict.append((path, row))
             if shape and self.over is not None:
                 request = shard_over(
-                    request, shape, leaf.dtype, self.plan.mesh, self.over
+                    request=request,
+                    shape=shape,
+                    dtype=leaf.dtype,
+                    mesh=self.plan.mesh,
+                    over=self.over,
                 )
-            return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
+            return row_of(
+                request=request,
+                shape=shape,
+                dtype=leaf.dtype,
+                mesh=self.mesh,
+                memory_kind=memory_kind,
+            )
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
+            return row_of(
+                request=NOTHING,
+                shape=shape,
+                dtype=leaf.dtype,
+                mesh=self.mesh,
+                memory_kind=memory_kind,
+            )
 
     def request(self, path: str, leaf: Any) -> Request:
         """Returns the sharding that is requested for the array `leaf` at `path`: as an
@@ -356,7 +384,12 @@ class _Follower:
             _, target = self.paths.rules[rule_index]
             rule = self.paths.text(rule_index)
             return request_of_target(
-                target, path, leaf, rule, self.axes, self.plan.mode
+                target=target,
+                path=path,
+                leaf=leaf,
+                rule=rule,
+                axes=self.axes,
+                mode=self.plan.mode,
             )
         if math.prod(shape) <= 1:
             return NOTHING._replace(reasons=(nothing_to_shard(shape),))

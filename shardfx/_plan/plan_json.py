@@ -363,7 +363,13 @@ def decode_strategy(data: Any) -> Strategy:
             f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole"
             " dimensions, bytes]."
         )
-    return strategy_of(name, axes, min_bytes, skip_dims, max_bytes)
+    return strategy_of(
+        name=name,
+        axes=axes,
+        min_bytes=min_bytes,
+        skip_dims=skip_dims,
+        max_bytes=max_bytes,
+    )
 
 
 @ft.lru_cache(maxsize=1)

@@ -170,14 +170,14 @@ def plan(
     raise_module(tree)
     leaf_names = names_of_leaves(names, tree, flat, axes)
     draft = drafted(
-        flat,
-        leaf_names,
-        mesh,
-        paths,
-        axes,
-        mode,
-        min_bytes,
-        kinds_matcher(memory_kinds),
+        flat=flat,
+        leaf_names=leaf_names,
+        mesh=mesh,
+        paths=paths,
+        axes=axes,
+        mode=mode,
+        min_bytes=min_bytes,
+        kinds=kinds_matcher(memory_kinds),
     )
     raise_errors(draft.errors)
     if unmatched == "raise":
@@ -186,7 +186,9 @@ def plan(
         raise_absent(draft)
         raise_misspelled(draft)
     if unused == "raise":
-        raise_unused("rule", draft.paths, flat, leaf_names, NAMES)
+        raise_unused(
+            what="rule", rules=draft.paths, flat=flat, decided=leaf_names, by=NAMES
+        )
         raise_unused("`memory_kinds` entry", draft.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     path_tree = PathTree(flat.paths, flat.treedef)
@@ -374,7 +376,13 @@ class _SharedRequest:
         request = self.request
         # The remainders are those of the sizes by their divisors.
         if not self.by_size_alone or any(map(operator.mod, shape, self.even.divisors)):
-            return row_of(request, shape, dtype, self.mesh, memory_kind)
+            return row_of(
+                request=request,
+                shape=shape,
+                dtype=dtype,
+                mesh=self.mesh,
+                memory_kind=memory_kind,
+            )
         decision = self.even.decision
         reasons = request.reasons + decision.reasons
         return Row(
@@ -434,8 +442,16 @@ class _Planner:
         memory_kind = memory_kind_at(self.kinds, kind_rule)
         shared = self.shared_requests.get(request_key)
         if shared is None:
-            request = self.request(path, leaf, names, rule, stacked)
-            row = row_of(request, shape, dtype, self.mesh, memory_kind)
+            request = self.request(
+                path=path, leaf=leaf, names=names, rule=rule, stacked=stacked
+            )
+            row = row_of(
+                request=request,
+                shape=shape,
+                dtype=dtype,
+                mesh=self.mesh,
+                memory_kind=memory_kind,
+            )
             new_shared = _SharedRequest(request, len(shape), self.mesh)
             self.shared_requests[request_key] = new_shared
         else:
@@ -459,7 +475,11 @@ class _Planner:
         """
         if names is not None:
             return request_of_names(
-                names, tuple(leaf.shape), "names", self.axes, self.mode
+                names=names,
+                shape=tuple(leaf.shape),
+                rule="names",
+                axes=self.axes,
+                mode=self.mode,
             )
         rule_text = None if rule is None else self.paths.text(rule)
         if not leaf.shape:
@@ -469,7 +489,13 @@ class _Planner:
             return NOTHING._replace(reasons=(reason,))
         _, target = self.paths.rules[rule]
         return request_of_target(
-            target, path, leaf, rule_text, self.axes, self.mode, stacked
+            target=target,
+            path=path,
+            leaf=leaf,
+            rule=rule_text,
+            axes=self.axes,
+            mode=self.mode,
+            stacked=stacked,
         )
 
 

@@ -81,7 +81,13 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
         reasons=reasons,
     )
     changed = request._replace(**changes)
-    return row_of(changed, row.shape, row.dtype, axes, row.memory_kind)
+    return row_of(
+        request=changed,
+        shape=row.shape,
+        dtype=row.dtype,
+        mesh=axes,
+        memory_kind=row.memory_kind,
+    )
 
 
 def refined(content: Content, min_bytes: int) -> Content:

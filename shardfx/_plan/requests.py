@@ -81,7 +81,13 @@ def request_of_target(
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
         return request_of_names(
-            first, tuple(leaf.shape), rule, axes, mode, units, strategies
+            names=first,
+            shape=tuple(leaf.shape),
+            rule=rule,
+            axes=axes,
+            mode=mode,
+            units=units,
+            strategies=strategies,
         )
     spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
     units = padded_units(units, len(leaf.shape))

@@ -226,7 +226,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         if `jax_mesh` is not a Mesh.
         """
         fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
-        check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
+        check_type(
+            what="jax_mesh", value=jax_mesh, expected=Mesh, error=MeshError, fix=fix
+        )
         mesh = MeshSpec.of(jax_mesh)
         has_names = mesh.axis_names == self.mesh.axis_names
         has_sizes = mesh.shape == self.mesh.shape
@@ -379,7 +381,12 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         sizes = None if shape is None else sizes_of_shape(shape)
         strict = self.strict if strict is None else strict
         decision = decision_for(
-            names_or_spec, sizes, self.content, self.mesh, strict, unmatched
+            names_or_spec=names_or_spec,
+            shape=sizes,
+            plan=self.content,
+            mesh=self.mesh,
+            strict=strict,
+            unmatched=unmatched,
         )
         require_constrained(names_or_spec, decision.spec)
         sharding = named_sharding(self.content.any_mesh, decision.spec, None)
@@ -553,7 +560,7 @@ def check_plan(what: str, value: object, form: str = "") -> None:
     fix = "pass what `shardfx.plan(tree, mesh, ...)` returns"
     if form:
         fix = f"{fix}, as in `{form}`"
-    check_type(what, value, ShardPlan, LeafTypeError, fix)
+    check_type(what=what, value=value, expected=ShardPlan, error=LeafTypeError, fix=fix)
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:

@@ -78,7 +78,9 @@ def decision_for(
     if shape is None:
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
-            _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
+            _require_whole_units(
+                names=tuple(names_or_spec), spec=spec, units=units, plan=plan, mesh=mesh
+            )
         # Every set of mesh axes divides these sizes. No unit is ambiguous in them, so
         # the names are not checked below.
         shape = tuple(mesh.size * unit for unit in units)
@@ -87,7 +89,13 @@ def decision_for(
         units = units_at(names_by_dim, shape, units, lambda name: _sizes_of(name, plan))
     decision = correct(spec, shape, mesh, units=padded_units(units, len(shape)))
     if units is not None and names_by_dim:
-        _refuse_ambiguous_unit(names_by_dim, shape, units, decision.reasons, plan)
+        _refuse_ambiguous_unit(
+            names=names_by_dim,
+            shape=shape,
+            units=units,
+            reasons=decision.reasons,
+            plan=plan,
+        )
     # `plan` has checked the rules, which may name axes of other meshes. A spec is
     # written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
@@ -331,7 +339,14 @@ def _row_by_hand(content: Content, path: str, row: Row, target: object) -> Row:
     unknown, and `SpecError` if the target does not fit and the plan is strict.
     """
     mesh = content.mesh
-    request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
+    request = request_of_target(
+        target=target,
+        path=path,
+        leaf=row,
+        rule=_BY_HAND,
+        axes=content.axes,
+        mode=content.mode,
+    )
     # Units stay indivisible under another spec.
     if request.units is None and request.names is None:
         request = request._replace(units=row.units)
@@ -343,7 +358,13 @@ def _row_by_hand(content: Content, path: str, row: Row, target: object) -> Row:
     if request.names is not None and content.axes is not None:
         # A plan that is made has no argument `unmatched`.
         check_known(request.names, content.axes, or_pass="")
-    new_row = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
+    new_row = row_of(
+        request=request,
+        shape=row.shape,
+        dtype=row.dtype,
+        mesh=axes_of(mesh),
+        memory_kind=row.memory_kind,
+    )
     check_absent(new_row.reasons, mesh, content.axes)
     losses = [why for why in new_row.reasons if not why.code.is_expected]
     if content.strict and losses:

@@ -35,7 +35,9 @@ def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
     no string or is empty.
     """
     fix = 'write their names: `mesh_axes=["data"]`'
-    check_type("mesh_axes", mesh_axes, Iterable, RuleError, fix)
+    check_type(
+        what="mesh_axes", value=mesh_axes, expected=Iterable, error=RuleError, fix=fix
+    )
     names = as_names(mesh_axes)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -66,7 +68,7 @@ def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
     """
     pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
     fix = "write (name, value) in a list: `[(name, value)]`"
-    check_type(what, pairs, Iterable, RuleError, fix)
+    check_type(what=what, value=pairs, expected=Iterable, error=RuleError, fix=fix)
     checked = []
     for pair in pairs:
         if (

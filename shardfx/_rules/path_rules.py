@@ -113,7 +113,9 @@ class PathRules(eqx.Module):
             )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         fix = "write pairs of a regex and a target: `PathRules([(regex, target)])`"
-        check_type("rules", pairs, Iterable, RuleError, fix)
+        check_type(
+            what="rules", value=pairs, expected=Iterable, error=RuleError, fix=fix
+        )
         self.rules = tuple(
             _checked_rule(index, rule) for index, rule in enumerate(pairs)
         )
@@ -315,7 +317,13 @@ def match(tree: object, rules: PathRules) -> PyTree:
             "the rules are given first, of type PathRules: write `match(tree, rules)`."
         )
     check_rules(rules, what="rules")
-    check_type("rules", rules, PathRules, RuleError, _wrapped(rules))
+    check_type(
+        what="rules",
+        value=rules,
+        expected=PathRules,
+        error=RuleError,
+        fix=_wrapped(rules),
+    )
     flat = flatten(tree)
     patterns = compiled(rules)
     indices = []
@@ -355,7 +363,13 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
             f" `{fix}=` for them."
         )
     if paths is not None:
-        check_type(what, paths, PathRules, RuleError, _wrapped(paths))
+        check_type(
+            what=what,
+            value=paths,
+            expected=PathRules,
+            error=RuleError,
+            fix=_wrapped(paths),
+        )
     if axes is not None:
         check_axis_rules("axes", axes)
 

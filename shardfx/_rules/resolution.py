@@ -244,7 +244,14 @@ def _resolve(
         targets = {slot.name: axis for axis, slot in users.items()}
     elif unmatched == "unconstrained":
         targets = {slot.name: UNCONSTRAINED for slot in unruled}
-    _assign(active, len(rules.rules), mode, slots, targets, users)
+    _assign(
+        active=active,
+        base_count=len(rules.rules),
+        mode=mode,
+        slots=slots,
+        targets=targets,
+        users=users,
+    )
     spec = trimmed([_entry(entry, targets) for entry in entries])
     reasons = []
     for slot in slots:

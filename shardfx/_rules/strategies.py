@@ -382,4 +382,10 @@ def fsdp(
         )
         ```
     """
-    return strategy_of("fsdp", axes, min_bytes, skip_dims, max_bytes)
+    return strategy_of(
+        name="fsdp",
+        axes=axes,
+        min_bytes=min_bytes,
+        skip_dims=skip_dims,
+        max_bytes=max_bytes,
+    )

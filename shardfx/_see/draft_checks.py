@@ -296,7 +296,9 @@ def unused_findings(
     flat = subject.flat
     rules = draft.paths.rules
     used = draft.paths.used
-    for unused in unused_rules(rules, used, flat, subject.leaf_names, NAMES):
+    for unused in unused_rules(
+        rules=rules, used=used, flat=flat, decided=subject.leaf_names, by=NAMES
+    ):
         regex, _ = rules[unused.number]
         yield _unused_rule(subject, unused, regex, severity)
     yield from _unused_optional_rules(subject, draft)
@@ -305,7 +307,9 @@ def unused_findings(
         where = f"memory_kinds[{unused.number}] {kinds[unused.number][0]!r}"
         other_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
         fix = f"memory_kinds = {other_kinds!r}"
-        yield _unused(where, "entry", severity, unused, fix)
+        yield _unused(
+            where=where, what="entry", severity=severity, unused=unused, fix=fix
+        )
 
 
 def _unused_optional_rules(subject: Subject, draft: Draft) -> Iterator[Finding]:
@@ -337,7 +341,11 @@ def _unused_optional_rules(subject: Subject, draft: Draft) -> Iterator[Finding]:
         if number not in unused_optional_targets
     }
     for unused in unused_rules(
-        rules_to_check, assumed_used, subject.flat, subject.leaf_names, NAMES
+        rules=rules_to_check,
+        used=assumed_used,
+        flat=subject.flat,
+        decided=subject.leaf_names,
+        by=NAMES,
     ):
         # A rule that shards these arrays and no others was put before the rules of a
         # preset on purpose.
@@ -354,7 +362,13 @@ def _unused_rule(
 ) -> Finding:
     """The finding about a path rule that shards no leaf, whose regex is `regex`."""
     where = f"paths[{unused.number}] {regex!r}"
-    return _unused(where, "rule", severity, unused, _fix(subject, unused))
+    return _unused(
+        where=where,
+        what="rule",
+        severity=severity,
+        unused=unused,
+        fix=_fix(subject, unused),
+    )
 
 
 def _unused(

@@ -170,7 +170,13 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
     check_plan("plan", plan, "explain(plan, path)")
     if isinstance(path, LeafPlan):
         path = path.path
-    check_type("path", path, str, LeafTypeError, "pass a path of `report(plan)`")
+    check_type(
+        what="path",
+        value=path,
+        expected=str,
+        error=LeafTypeError,
+        fix="pass a path of `report(plan)`",
+    )
     leaf, *others = _leaves_at(plan, path)
     tried: tuple[Attempt, ...] = ()
     if leaf.names is not None and plan.axes is not None:
@@ -231,7 +237,9 @@ def _explained_dim(
 
     changes: list[str] = []
     for reason in reasons:
-        changes += _changes_for(reason, plan, tried, units, sizes)
+        changes += _changes_for(
+            reason=reason, plan=plan, tried=tried, units=units, sizes=sizes
+        )
     if free and dropped:
         axes_text = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
         changes.append(f"free mesh axes that cut it evenly: {axes_text}")

@@ -53,7 +53,14 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
         norm = projections.norms.get(layer)
         biases = [group for _, group in arrays_by_suffix.get("bias", ())]
         for suffix, arrays in arrays_by_suffix.items():
-            yield from _cut_layer(subject, suffix, arrays, biases, norm, head_dim)
+            yield from _cut_layer(
+                subject=subject,
+                suffix=suffix,
+                arrays=arrays,
+                biases=biases,
+                norm=norm,
+                head_dim=head_dim,
+            )
 
 
 # Arrays, each with its role in the layer: "q", "k", "v" or "o".

@@ -68,7 +68,13 @@ def report_data(
         ```
     """
     check_plan("plan", plan)
-    check_type("findings", findings, Iterable, LeafTypeError, "pass `lint(plan)`")
+    check_type(
+        what="findings",
+        value=findings,
+        expected=Iterable,
+        error=LeafTypeError,
+        fix="pass `lint(plan)`",
+    )
     listed = tuple(findings)
     _check_arguments(title, listed, traffic, fit)
     rows = plan.content.groups
@@ -110,15 +116,33 @@ def _check_arguments(
     than it must have.
     """
     if title is not None:
-        check_type("title", title, str, LeafTypeError, "write a text")
+        check_type(
+            what="title",
+            value=title,
+            expected=str,
+            error=LeafTypeError,
+            fix="write a text",
+        )
     for finding in findings:
-        check_type("findings", finding, Finding, LeafTypeError, "pass `lint(plan)`")
+        check_type(
+            what="findings",
+            value=finding,
+            expected=Finding,
+            error=LeafTypeError,
+            fix="pass `lint(plan)`",
+        )
     if traffic is not None:
         fix = "pass what `shardfx.cost.traffic` returns"
-        check_type("traffic", traffic, Traffic, LeafTypeError, fix)
+        check_type(
+            what="traffic",
+            value=traffic,
+            expected=Traffic,
+            error=LeafTypeError,
+            fix=fix,
+        )
     if fit is not None:
         fix = "pass what `shardfx.cost.fit` returns"
-        check_type("fit", fit, Fit, LeafTypeError, fix)
+        check_type(what="fit", value=fit, expected=Fit, error=LeafTypeError, fix=fix)
 
 
 def _mesh(mesh: MeshSpec) -> dict[str, object]:

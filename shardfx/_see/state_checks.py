@@ -249,7 +249,13 @@ def _shardable_over(
     for state in states:
         row = state.group.row
         request = Request(spec=row.spec, units=row.units)
-        spec = shard_over(request, row.shape, row.dtype, mesh, fsdp(axis)).spec
+        spec = shard_over(
+            request=request,
+            shape=row.shape,
+            dtype=row.dtype,
+            mesh=mesh,
+            over=fsdp(axis),
+        ).spec
         if spec != row.spec and not has_code(row.reasons, Code.small):
             yield state.group, spec
 

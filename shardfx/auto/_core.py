@@ -335,7 +335,9 @@ def find(
         combinations = itertools.combinations(range(assignments), axes)
         while block := list(itertools.islice(combinations, set_count)):
             sets = np.array(block)
-            best += _best_of(terms, machine, sets, mesh, keep)
+            best += _best_of(
+                terms=terms, machine=machine, sets=sets, mesh=mesh, keep=keep
+            )
             best = sorted(best, key=lambda estimate: estimate.seconds)[:keep]
     return best
 
@@ -352,7 +354,9 @@ def _best_of(
     `machine` are those of `costs`; `mesh` has the tuples of sizes to try, and the
     slices that each axis spans.
     """
-    seconds, memory = costs(terms, machine, sets, mesh.sizes, mesh.slices)
+    seconds, memory = costs(
+        terms=terms, machine=machine, sets=sets, sizes=mesh.sizes, slices=mesh.slices
+    )
     seconds = np.where(memory <= machine["limit"], seconds, np.inf)
     fastest = seconds.argmin(axis=1)
     set_seconds = seconds[np.arange(len(sets)), fastest]

@@ -96,7 +96,13 @@ def _with_costs_of(
     sent = traffic(program, candidate.mesh)
     work = work_of(parse_hlo(program.as_text()))
     compute_seconds = work_seconds(work, lowered.chip, lowered.model)
-    with_times = timed(candidate, sent, compute_seconds, lowered.chip, lowered.model)
+    with_times = timed(
+        candidate=candidate,
+        sent=sent,
+        compute_seconds=compute_seconds,
+        chip=lowered.chip,
+        model=lowered.model,
+    )
     return dataclasses.replace(
         with_times,
         by="compile",

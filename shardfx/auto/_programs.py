@@ -232,7 +232,13 @@ class LoweredStep:
         fits = costs.memory_bytes <= candidate.limit_bytes
         memory_bytes = costs.memory_bytes if fits else costs.least_bytes
         return dataclasses.replace(
-            timed(candidate, costs.sent, costs.compute_seconds, self.chip, self.model),
+            timed(
+                candidate=candidate,
+                sent=costs.sent,
+                compute_seconds=costs.compute_seconds,
+                chip=self.chip,
+                model=self.model,
+            ),
             memory_bytes=round(memory_bytes),
             constrained=constrained,
             notes=(*candidate.notes, *costs.notes),

@@ -389,7 +389,11 @@ def _estimates(
     spans = np.where(is_spanning, space.slices, 1)
     # One row, since there is one set of assignments.
     seconds, memory = costs(
-        space.terms, space.machine(), np.array([strategy]), sizes, spans
+        terms=space.terms,
+        machine=space.machine(),
+        sets=np.array([strategy]),
+        sizes=sizes,
+        slices=spans,
     )
     estimates = []
     for number, step_seconds in enumerate(seconds[0].tolist()):

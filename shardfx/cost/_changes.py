@@ -129,15 +129,19 @@ def _sharded_states(chip_step: StepOnChip, axes: tuple[str, ...]) -> Iterator[_T
     parameters = chip_step.in_group("parameters")
     state = chip_step.in_group("optimizer")
     yield from _sharded_state(
-        chip_step, "ZeRO-1: the optimizer's state", state, axes, "optimizer.init"
+        chip_step=chip_step,
+        title="ZeRO-1: the optimizer's state",
+        numbers=state,
+        axes=axes,
+        init="optimizer.init",
     )
     if parameters:
         yield from _sharded_state(
-            chip_step,
-            "ZeRO-3: parameters and the optimizer's state",
-            (*parameters, *state),
-            axes,
-            "lambda tree: tree",
+            chip_step=chip_step,
+            title="ZeRO-3: parameters and the optimizer's state",
+            numbers=(*parameters, *state),
+            axes=axes,
+            init="lambda tree: tree",
         )
 
 
@@ -250,7 +254,13 @@ def _sharded_over(
             request = Request(spec=spec)
             mesh = chip_step.step.mesh
             # The dtype would decide which arrays are too small: none is here.
-            spec = shard_over(request, shape, np.float32, mesh, Fsdp(axes)).spec
+            spec = shard_over(
+                request=request,
+                shape=shape,
+                dtype=np.float32,
+                mesh=mesh,
+                over=Fsdp(axes),
+            ).spec
         dims = [entry_axes(entry) for entry in entries_of(spec)]
         all_dims[number] = (*dims, *unsharded[len(dims) :])
     return all_dims

@@ -268,11 +268,11 @@ class Explainer:
             for number, operation in enumerate(self.graph.operations):
                 is_named = operation.name in fault.operations
                 if is_named and matches_operation(
-                    fault.operation,
-                    operation,
-                    self.graph.values,
-                    axes_by_dim,
-                    self.axis_sizes,
+                    predicate=fault.operation,
+                    operation=operation,
+                    values=self.graph.values,
+                    cuts=axes_by_dim,
+                    sizes=self.axis_sizes,
                 ):
                     sentences[self._fault_sentence(fault, number)] = None
         return tuple(sentences)

@@ -174,7 +174,11 @@ def seconds(
         ```
     """
     check_type(
-        "traffic", traffic, Traffic, LeafTypeError, "give what `cost.traffic` returns"
+        what="traffic",
+        value=traffic,
+        expected=Traffic,
+        error=LeafTypeError,
+        fix="give what `cost.traffic` returns",
     )
     chip = chips.find(chip)
     axes: Mapping[str, tuple[Ring, ...]] = {}

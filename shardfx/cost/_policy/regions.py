@@ -354,7 +354,13 @@ def _with_regions(
             eqns=part,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        yield Region(inputs, outputs, region, is_whole, _keys(part))
+        yield Region(
+            invars=inputs,
+            outvars=outputs,
+            jaxpr=region,
+            is_body=is_whole,
+            keys=_keys(part),
+        )
 
 
 def _operands(part: Any) -> dict[Any, None]:
@@ -396,7 +402,15 @@ def _unnumbered(equation: jex.JaxprEqn) -> tuple[ValueKey, ...]:
     for var in equation.outvars:
         shape = tuple(getattr(var.aval, "shape", ()))
         dtype = str(getattr(var.aval, "dtype", ""))
-        keys.append(ValueKey(line, function, equation.primitive.name, shape, dtype))
+        keys.append(
+            ValueKey(
+                line=line,
+                function=function,
+                operation=equation.primitive.name,
+                shape=shape,
+                dtype=dtype,
+            )
+        )
     return tuple(keys)
 
 
