@@ -39,8 +39,7 @@ def branched(context: Context, branch_number: Held, leaves: Sequence[Result]) ->
     ):
         raise Unjudged("a conditional whose branches are broadcasts")
     # A branch along which nothing changes holds all of its dimension.
-    cuts_of_result = [
-        context.cuts.whole(size) if cut is None else cut
-        for cut, size in zip(cuts, shape, strict=True)
-    ]
+    cuts_of_result = []
+    for cut, size in zip(cuts, shape, strict=True):
+        cuts_of_result.append(context.cuts.whole(size) if cut is None else cut)
     return held_of(array, shape, cuts_of_result)

@@ -11,7 +11,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in, root_of
 from .cuts import HOLE, Cut
 from .forms import attribute, reducer_of
-from .held import Axis, Context, Held, product_of_terms, require_finished
+from .held import Axis, Context, Held, cut_of, product_of_terms, require_finished
 from .joining import (
     constant_number,
     disagreement,
@@ -20,7 +20,7 @@ from .joining import (
     joined_cut,
 )
 from .matching import held_result, judged_match
-from .products import contracted_cut, cut_of, with_sums
+from .products import contracted_cut, with_sums
 from .values import Node
 from .verdict import Unjudged
 from .windows import Window, scattered_cut, window_of, windowed_cut
@@ -437,7 +437,8 @@ def _reduced_window(
     whole_windows = window_of(node.instruction, rank)
     cuts: list[Cut | None] = []
     for dim in range(rank):
-        axis, size = operand.axes[dim], node.operands[0].shape[dim]
+        axis = operand.axes[dim]
+        size = node.operands[0].shape[dim]
         if local_windows[dim].is_trivial and whole_windows[dim].is_trivial:
             cuts.append(cut_of(axis))
             continue

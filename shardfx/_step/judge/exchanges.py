@@ -5,6 +5,7 @@ an unfinished sum, which its devices must not have twice.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -68,14 +69,12 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         and (sources >= 0).all()
     ):
         return operand
-    axes = tuple(
-        None if axis is None else Axis(axis.dim, context.cuts.taken(axis.cut, sources))
-        for axis in operand.axes
-    )
-    dropped_axes = tuple(
-        Axis(axis.dim, context.cuts.taken(axis.cut, sources))
-        for axis in operand.dropped_axes
-    )
+    axes: list[Axis | None] = []
+    for axis in operand.axes:
+        axes.append(None if axis is None else _permuted_axis(context, axis, sources))
+    dropped_axes = [
+        _permuted_axis(context, axis, sources) for axis in operand.dropped_axes
+    ]
     terms = operand.terms
     is_partial = bool((sources < 0).any())
     if terms is not None:
@@ -96,13 +95,20 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
             fill = 0
     return dataclasses.replace(
         operand,
-        axes=axes,
-        dropped_axes=dropped_axes,
+        axes=tuple(axes),
+        dropped_axes=tuple(dropped_axes),
         terms=terms,
         reducer=reducer,
         fill=fill,
         known_numbers=None,
     )
+
+
+def _permuted_axis(context: Context, axis: Axis, sources: np.ndarray) -> Axis:
+    """An axis after a permute. `sources` is the device from which each receives its
+    array.
+    """
+    return Axis(axis.dim, context.cuts.taken(axis.cut, sources))
 
 
 def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
@@ -252,9 +258,11 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     if reducer in _IDEMPOTENT:
         return _reduced(context, operand, reduced_terms, reducer, operand.scale)
     # How many devices of a group have a term that any of them has.
+    term_by_group = itertools.product(terms, group_masks)
     holder_counts = {
-        (term & group_mask).bit_count() for term in terms for group_mask in group_masks
-    } - {0}
+        (term & group_mask).bit_count() for term, group_mask in term_by_group
+    }
+    holder_counts.discard(0)
     if reducer != "add" and holder_counts != {1}:
         raise Wrong(
             f"an all-reduce by {reducer} over devices {groups[0].tolist()} takes what these"
@@ -290,7 +298,9 @@ def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Hel
     """
     if operand.terms is None or operand.reducer != "add":
         return operand
-    holders = {device for term in operand.terms for device in term_devices(term)}
+    holders: set[int] = set()
+    for term in operand.terms:
+        holders.update(term_devices(term))
     sources = np.arange(context.devices)
     for group in groups.tolist():
         holders_of_group = [device for device in group if device in holders]

@@ -273,10 +273,9 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     operation.
     """
     pattern = _pattern_of(tuple(view.dims for view in views), rank)
-    operands = [
-        view if view.dims == dims else View(view.root, dims)
-        for view, dims in zip(views, pattern.rows, strict=True)
-    ]
+    operands = []
+    for view, dims in zip(views, pattern.rows, strict=True):
+        operands.append(view if view.dims == dims else View(view.root, dims))
     opcode = instruction.opcode
     dtype = ""
     if opcode in ("convert", "bitcast-convert"):
@@ -319,7 +318,9 @@ def _pattern_of(
     along it.
     """
     # Scalars, such as predicates, change along no dimension.
-    rows = [dims if len(dims) == rank else (None,) * rank for dims in operand_dims]
+    rows = []
+    for dims in operand_dims:
+        rows.append(dims if len(dims) == rank else (None,) * rank)
     columns = list(zip(*rows, strict=True))
     kept = tuple(
         dim for dim, column in enumerate(columns) if column.count(None) < len(column)
@@ -334,7 +335,10 @@ def _pattern_of(
 
 def _view_order(view: View) -> tuple[object, ...]:
     """A key by which views are sorted."""
-    return view.root, tuple(-1 if dim is None else dim for dim in view.dims)
+    dims = []
+    for dim in view.dims:
+        dims.append(-1 if dim is None else dim)
+    return view.root, dims
 
 
 class DotDims(NamedTuple):
@@ -393,11 +397,16 @@ def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
     ]
     are_followed += [first.dims[dim] is not None for dim in dims.free[0]]
     are_followed += [second.dims[dim] is not None for dim in dims.free[1]]
-    result_dims = tuple(
-        place if is_followed else None for place, is_followed in enumerate(are_followed)
-    )
     key = ("dot", meaning_of(instruction), first, second)
-    return Form(key, result_dims, tuple(range(len(are_followed))))
+    return Form(key, _places_of(are_followed), tuple(range(len(are_followed))))
+
+
+def _places_of(are_followed: Sequence[bool]) -> tuple[int | None, ...]:
+    """The place of each dimension that is followed; `None` for the others."""
+    places: list[int | None] = []
+    for place, is_followed in enumerate(are_followed):
+        places.append(place if is_followed else None)
+    return tuple(places)
 
 
 def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) -> Form:
@@ -413,9 +422,7 @@ def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) 
     reducer = reducer_of(module, instruction) or computation_text(
         module, dict(instruction.called)["to_apply"]
     )
-    result_dims = tuple(
-        place if dim is not None else None for place, dim in enumerate(remaining_dims)
-    )
+    result_dims = _places_of([dim is not None for dim in remaining_dims])
     key = ("reduce", reduced_dims, reducer, *views)
     return Form(key, result_dims, tuple(range(len(remaining_dims))))
 
@@ -426,7 +433,7 @@ def squeezed(view: View, shape: Sequence[int]) -> View:
     """
     if 1 not in shape:
         return view
-    dims = tuple(
-        None if size == 1 else dim for dim, size in zip(view.dims, shape, strict=True)
-    )
-    return View(view.root, dims)
+    dims: list[int | None] = []
+    for dim, size in zip(view.dims, shape, strict=True):
+        dims.append(None if size == 1 else dim)
+    return View(view.root, tuple(dims))

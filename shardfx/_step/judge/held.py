@@ -1,6 +1,7 @@
 """What the devices hold of a value: the types of the judge."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
@@ -40,6 +41,16 @@ class Axis(NamedTuple):
 
     dim: int
     cut: Cut
+
+
+def cut_of(axis: Axis | None) -> Cut | None:
+    """The cut of an axis; `None` if there is none."""
+    return None if axis is None else axis.cut
+
+
+def dim_of(axis: Axis | None) -> int | None:
+    """The dimension of the value along which an axis lies; `None` if there is none."""
+    return None if axis is None else axis.dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,10 +245,11 @@ def view_of(held: Held) -> View:
         # has no view without a longer one.
         if axis.cut.has_holes and not (axis.cut.starts > 0).any():
             raise Unjudged("a reshape that drops a dimension of padding")
-    dims = [
-        None if axis is None or axis.cut.is_first_element else axis.dim
-        for axis in held.axes
-    ]
+    dims: list[int | None] = []
+    for axis in held.axes:
+        if axis is not None and axis.cut.is_first_element:
+            axis = None
+        dims.append(dim_of(axis))
     return View(held.root, tuple(dims))
 
 
@@ -339,7 +351,8 @@ def product_of_terms(
     product = {everywhere}
     for terms in sums:
         if terms is not None:
-            product = {term & other for term in product for other in terms}
+            pairs = itertools.product(product, terms)
+            product = {term & other for term, other in pairs}
     if 0 in product:
         raise Wrong(
             "it sums parts of a dimension on devices that hold only some terms of its"

@@ -10,7 +10,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import attribute, numbers, reducer_of
-from .held import Axis, Context, Held, product_of_terms, require_finished
+from .held import Axis, Context, Held, cut_of, product_of_terms, require_finished
 from .joining import form_in, is_zero, joined_cut
 from .lookups import Clamped, Fetched, Shifted
 from .matching import held_result, judged_match
@@ -157,7 +157,7 @@ def _gathered(
     _require_whole_columns(context, index, lookup, node)
     for place, row in zip(batch_places, row_dims, strict=True):
         axis = index.axes[row]
-        cuts[place] = None if axis is None else axis.cut
+        cuts[place] = cut_of(axis)
         index_axes[place] = axis
     for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
         place = batch_places[row_dims.index(row)]
@@ -173,7 +173,7 @@ def _gathered(
             whole_slice_sizes[dim] == table_shape[dim]
             and slice_sizes[dim] == table.shape[dim]
         ):
-            cuts[place] = None if axis is None else axis.cut
+            cuts[place] = cut_of(axis)
         elif slice_sizes[dim] == whole_slice_sizes[dim]:
             cuts[place] = context.cuts.whole(slice_sizes[dim])
         else:
@@ -267,7 +267,8 @@ def _bounds(
     last_starts = np.zeros((context.devices, columns), np.int64)
     is_cut = False
     for column, dim in enumerate(lookup.start):
-        axis, size = table.axes[dim], table_shape[dim]
+        axis = table.axes[dim]
+        size = table_shape[dim]
         offsets = np.zeros(context.devices, np.int64)
         if shift is not None:
             offsets = shift[:, column]
@@ -398,7 +399,7 @@ def _cuts_of_table(
     table, index, updates = operands
     table_shape = node.operands[0].shape
     update_shape = node.operands[2].shape
-    cuts = [None if axis is None else axis.cut for axis in table.axes]
+    cuts = [cut_of(axis) for axis in table.axes]
     for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
         axes = [table.axes[dim], index.axes[row], updates.axes[place_of_row[row]]]
         cuts[dim] = joined_cut(context, "scatter, along a batch dimension,", dim, axes)
@@ -456,7 +457,8 @@ def _require_own_rows(
     `cuts` those of dimensions along which nothing changes, such as zeros.
     """
     shifts = _shift_of(context, raw_index, len(lookup.start))
-    table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
+    table_shape = node.operands[0].shape
+    update_shape = node.operands[2].shape
     for column, dim in enumerate(lookup.start):
         size = table_shape[dim]
         if dim in windows:

@@ -10,7 +10,7 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .forms import Form, form_of, nameless_text, reducer_of
-from .held import Axis, Context, Held, Number, view_of
+from .held import Axis, Context, Held, Number, dim_of, view_of
 from .verdict import Unjudged, Wrong
 
 
@@ -205,7 +205,7 @@ def common_axis(
     first = axes[0]
     if all(axis == first for axis in axes):
         return first
-    dims = {None if axis is None else axis.dim for axis in axes}
+    dims = {dim_of(axis) for axis in axes}
     if len(dims) > 1 or first is None:
         raise Unjudged("pieces that lie differently")
     indices = np.full((context.devices, pieces[0].shape[place]), HOLE)

@@ -289,7 +289,8 @@ def _outside(operands: Sequence[Held]) -> Held:
     }
     if set(sides) != {"LT", "GT"}:
         raise Unjudged("a lookup that is not finished")
-    below, above = sides["LT"], sides["GT"]
+    below = sides["LT"]
+    above = sides["GT"]
     assert isinstance(below.idiom, Side) and isinstance(above.idiom, Side)
     if not positions.is_same_index(below, above) or below.axes != above.axes:
         raise Unjudged("a mask of different indices")
@@ -331,7 +332,8 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
     is not that of the indices that were looked up.
     """
     mask, zero, fetched = operands
-    outside, lookup = mask.idiom, fetched.idiom
+    outside = mask.idiom
+    lookup = fetched.idiom
     is_mask = isinstance(outside, Outside | AnyOutside)
     if not is_mask or not isinstance(lookup, Fetched):
         raise Unjudged("a lookup that is not finished")

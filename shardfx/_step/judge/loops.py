@@ -324,10 +324,9 @@ class Loops:
             if not isinstance(goes_on, Held):
                 results.append(goes_on)
                 continue
-            cuts = [
-                self.context.cuts.whole(size) if axis is None else axis.cut
-                for axis, size in zip(held.axes, held.shape, strict=True)
-            ]
+            cuts = []
+            for axis, size in zip(held.axes, held.shape, strict=True):
+                cuts.append(self.context.cuts.whole(size) if axis is None else axis.cut)
             results.append(held_of(array, held.shape, cuts))
         return results
 

@@ -10,10 +10,9 @@ from ..hlo_text import Instruction, arrays_in
 from . import manual
 from .cuts import Cut
 from .forms import numbers
-from .held import NOWHERE, Context, Held, Result, require_finished, view_of
+from .held import NOWHERE, Context, Held, Result, cut_of, require_finished, view_of
 from .joining import form_in
 from .matching import candidates, expressed, held_result
-from .products import cut_of
 from .results import held_of, leaves_of, required_view
 from .shardings import axes_of, axes_of_part
 from .values import Global, ManualCall, PartlyManual, PartlyManualCall, Shards

@@ -157,7 +157,8 @@ def _merged(
             )
             return dataclasses.replace(held, fill=fill, known_numbers=None)
     # Two pieces of one value.
-    axis, other_axis = chosen_value.axes[place], other.axes[place]
+    axis = chosen_value.axes[place]
+    other_axis = other.axes[place]
     if chosen_value.root != other.root or axis is None or other_axis is None:
         return None
     if axis.dim != other_axis.dim or chosen_value.dropped_axes != other.dropped_axes:
@@ -243,10 +244,12 @@ def union_of(
     if len(differing_dims) != 1:
         return None
     (dim,) = differing_dims
-    axis, other_axis = first_part.axes[dim], second_part.axes[dim]
+    axis = first_part.axes[dim]
+    other_axis = second_part.axes[dim]
     if axis is None or other_axis is None or axis.dim != other_axis.dim:
         return None
-    first, second = context.cuts.indices(axis.cut), context.cuts.indices(other_axis.cut)
+    first = context.cuts.indices(axis.cut)
+    second = context.cuts.indices(other_axis.cut)
     if ((first != HOLE) & (second != HOLE)).any():
         return None
     united = np.where(first == HOLE, second, first)

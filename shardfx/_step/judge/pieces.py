@@ -23,6 +23,7 @@ from .held import (
     Fills,
     Held,
     Number,
+    cut_of,
     require_finished,
     with_all_axes,
 )
@@ -188,7 +189,7 @@ def _cuts_of_slice(
         size = node.operands[0].shape[dim]
         sliced_size = node.shape[dim]
         if size == sliced_size and operand.shape[dim] == shape[dim]:
-            cuts.append(None if axis is None else axis.cut)
+            cuts.append(cut_of(axis))
             continue
         is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
         if not is_whole or sliced_size != shape[dim] or operand.shape[dim] != size:
@@ -352,7 +353,7 @@ def _padded_cuts(
     cuts: list[Cut | None] = []
     for dim, axis in enumerate(operand.axes):
         if bounds[dim] == (0, 0, 0):
-            cuts.append(None if axis is None else axis.cut)
+            cuts.append(cut_of(axis))
             continue
         if operand.shape[dim] != sizes[dim]:
             return None
@@ -579,7 +580,7 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
         node = context.values.nodes[value_number]
         result_cuts = []
         for dim, axis in enumerate(operand.axes):
-            result_cut = None if axis is None else axis.cut
+            result_cut = cut_of(axis)
             size = node.shape[dim]
             if dim in reversed_dims and result_cut is not None and size is not None:
                 indices = context.cuts.indices(result_cut)[:, ::-1]

@@ -234,12 +234,11 @@ def _scalings(context: Context, instruction: Instruction) -> list[int]:
     instruction's name. One that the compiler made of several has the names of all.
     """
     op_name = instruction.op_name
-    return [
-        number
-        for name in dict.fromkeys((op_name, *op_name.split(";")))
-        for opcode in ("multiply", "divide")
-        for number in context.values.with_name(opcode, name)
-    ]
+    scalings: list[int] = []
+    for name in dict.fromkeys((op_name, *op_name.split(";"))):
+        for opcode in ("multiply", "divide"):
+            scalings += context.values.with_name(opcode, name)
+    return scalings
 
 
 def joined(

@@ -20,7 +20,7 @@ import numpy as np
 from ..hlo_text import Instruction
 from .bounds import bounds_of
 from .cuts import Cut
-from .held import Context, Held
+from .held import Context, Held, cut_of
 from .joining import constant_number, form_in, joined_cut
 from .matching import held_result, matched_operands
 from .values import Node
@@ -219,7 +219,8 @@ def _cuts_of_updated(
     """The cuts of a shard after the update `node` of one row in dimension `along`;
     `None` if the update does not cover all other dimensions.
     """
-    shard, update = operands[0], operands[1]
+    shard = operands[0]
+    update = operands[1]
     sizes = node.operands[0].shape
     update_sizes = node.operands[1].shape
     cuts: list[Cut | None] = []
@@ -230,7 +231,7 @@ def _cuts_of_updated(
                 update_axis is None or update_axis.cut.is_first_element
             ):
                 return None
-            cuts.append(None if axis is None else axis.cut)
+            cuts.append(cut_of(axis))
             continue
         if sizes[dim] != update_sizes[dim] or shard.shape[dim] != update.shape[dim]:
             return None

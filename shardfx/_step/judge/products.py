@@ -23,6 +23,7 @@ from .held import (
     Context,
     Held,
     Number,
+    cut_of,
     permuted,
     product_of_terms,
     require_finished,
@@ -227,11 +228,6 @@ def _contracted_size(
     raise Unjudged("a product over a dimension of unknown size")
 
 
-def cut_of(axis: Axis | None) -> Cut | None:
-    """The cut of an axis; `None` if there is none."""
-    return None if axis is None else axis.cut
-
-
 def with_sums(
     context: Context,
     held: Held,
@@ -318,7 +314,8 @@ def _reduced(
     """
     operand, initial = operands
     result = arrays_in(instruction.result)[0]
-    shape, dtype = result.shape, result.dtype
+    shape = result.shape
+    dtype = result.dtype
     reduced_dims = numbers(instruction, "dimensions")
     node = None if value_number is None else context.values.nodes[value_number]
     terms = operand.terms

@@ -208,9 +208,11 @@ def _named_places(
     coordinates = dict(
         zip(sizes, np.unravel_index(np.arange(devices), [*sizes.values()]), strict=True)
     )
-    places, tiles = [], []
+    places = []
+    tiles = []
     for dimension in dimensions:
-        tile, tile_count = np.zeros(devices, np.int64), 1
+        tile = np.zeros(devices, np.int64)
+        tile_count = 1
         # `'x':(2)4` is the sub-axis of size 4 of axis `x`, inside one of size 2.
         for name, outer_size, inner_size in _SUB_AXIS.findall(dimension):
             size = int(inner_size) if inner_size else sizes[name]

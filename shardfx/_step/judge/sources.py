@@ -21,7 +21,8 @@ def source(context: Context, instruction: Instruction) -> Held:
     size, ...).
     """
     array = arrays_in(instruction.result)[0]
-    shape, devices = array.shape, context.devices
+    shape = array.shape
+    devices = context.devices
     if instruction.opcode == "partition-id":
         return Held(NOWHERE, (), (), known_numbers=np.arange(devices))
     if instruction.opcode == "replica-id":

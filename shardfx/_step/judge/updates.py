@@ -157,7 +157,8 @@ def _updated(
         raise Unjudged("an update of several cut dimensions")
     axes: list[Axis | None] = list(update.axes)
     for dim in range(len(axes)):
-        axis, old_axis = update.axes[dim], operand.axes[dim]
+        axis = update.axes[dim]
+        old_axis = operand.axes[dim]
         if dim not in changed_dims:
             if constant is None and axis != old_axis:
                 raise Unjudged("an update by a piece that lies differently")

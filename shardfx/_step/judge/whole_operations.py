@@ -110,7 +110,8 @@ def _are_whole(
     for operand, array in zip(operands, node.operands, strict=True):
         if dim >= len(array.shape):
             continue
-        axis, size = operand.axes[dim], array.shape[dim]
+        axis = operand.axes[dim]
+        size = array.shape[dim]
         if operand.shape[dim] != size:
             return False
         if axis is not None and not context.cuts.is_whole(axis.cut, size):

@@ -198,7 +198,9 @@ class _Reader:
             return self.loop(instruction, operands[0])
         if opcode == "conditional":
             return self.conditional(instruction, operands)
-        arrays = [array for tree in operands for array in _leaves(tree)]
+        arrays: list[Global] = []
+        for tree in operands:
+            arrays += _leaves(tree)
         return self.operation(instruction, arrays)
 
     def operation(
