@@ -10,7 +10,7 @@ import functools as ft
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.extend.mlir import ir, passmanager
 
@@ -38,6 +38,7 @@ from .lowered import (
     result_shardings,
     text_attribute,
 )
+from .used import used_operations
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -114,7 +115,7 @@ class _Walk:
         block = main.regions[0].blocks[0]
         arguments = self.add_values(block.arguments, argument_shardings(main))
         results = self.inline(block, arguments, {}, 1.0)
-        operations = _used(self.operations, results, self.free_operands)
+        operations = used_operations(self.operations, results, self.free_operands)
         return Program(
             values=self.values,
             operations=operations,
@@ -194,14 +195,16 @@ class _Walk:
         if name in ("case", "if"):
             self.inline_branches(op, outs, value_numbers, runs)
         elif name == "manual_computation":
-            self.inline_shard_map(op, ins, outs, value_numbers, runs)
+            self.inline_shard_map(
+                op=op, ins=ins, outs=outs, value_numbers=value_numbers, runs=runs
+            )
         elif name == "constant":
             self.set_free(outs[0])
             number = _integer(op)
             if number is not None:
                 self.literals[outs[0]] = number
         elif outs:
-            self.add_plain(op, name, ins, outs, runs)
+            self.add_plain(op=op, name=name, ins=ins, outs=outs, runs=runs)
         return outs
 
     def inline_call(
@@ -232,7 +235,9 @@ class _Walk:
         for region in op.regions:
             results = self.inline(region.blocks[0], (), value_numbers, runs_of_branch)
             for value, out in zip(results, outs, strict=True):
-                self.add_identity("carry", (value,), runs_of_branch, op, out)
+                self.add_identity(
+                    name="carry", ins=(value,), runs=runs_of_branch, op=op, out=out
+                )
 
     def set_free(self, number: int) -> None:
         """Notes that every device can compute any shard of a value."""
@@ -259,7 +264,9 @@ class _Walk:
             factors = factors_without_rule(op, op.name, shapes_in, shapes_out)
         flops = 0.0
         if factors is not None:
-            flops = flops_of(name, op, factors, shapes_in, shapes_out)
+            flops = flops_of(
+                name=name, operation=op, factors=factors, ins=shapes_in, outs=shapes_out
+            )
 
         # A matrix product is never free.
         is_free = name == "iota"
@@ -556,45 +563,3 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
         return False
     has_free = any(value.free for value in ins)
     return has_free and all(value.free or not value.shape for value in ins)
-
-
-def _used(
-    operations: list[Operation],
-    results: Sequence[int],
-    free_operands: Mapping[int, Sequence[int]],
-) -> list[Operation]:
-    """The operations on which the step's results depend, also inside loops. Compilers
-    remove all other operations. `free_operands` has the operands of each free value
-    that no operation of `operations` computes.
-    """
-    live: set[int] = set()
-    are_used = [False] * len(operations)
-
-    def mark_live(values: Sequence[int]) -> None:
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if value not in live:
-                live.add(value)
-                waiting += free_operands.get(value, ())
-
-    mark_live(results)
-    count_before = -1
-    while count_before != len(live):
-        count_before = len(live)
-        for number in range(len(operations) - 1, -1, -1):
-            operation = operations[number]
-            outs = operation.outs
-            if operation.name == "return":
-                # The next iteration of a loop reads this iteration's results instead of
-                # the initial values.
-                outs = (*outs, operation.ins[1])
-            if not are_used[number] and not live.isdisjoint(outs):
-                are_used[number] = True
-                mark_live(operation.ins)
-    used: list[Operation] = []
-    for operation, is_used in zip(operations, are_used, strict=True):
-        live_ins = tuple(filter(live.__contains__, operation.ins))
-        if is_used or (operation.name == "use" and live_ins):
-            used.append(dataclasses.replace(operation, ins=live_ins))
-    return used

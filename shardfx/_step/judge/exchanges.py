@@ -69,12 +69,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         and (sources >= 0).all()
     ):
         return operand
-    axes: list[Axis | None] = []
-    for axis in operand.axes:
-        axes.append(None if axis is None else _permuted_axis(context, axis, sources))
-    dropped_axes = [
-        _permuted_axis(context, axis, sources) for axis in operand.dropped_axes
-    ]
+    permuted = _taken(context, operand, sources)
     terms = operand.terms
     is_partial = bool((sources < 0).any())
     if terms is not None:
@@ -85,7 +80,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         raise Unjudged(f"a permute, to some devices, of an unfinished {reducer}")
     if is_partial:
         # Devices that receive nothing have zeros.
-        if all(axis is None for axis in axes):
+        if all(axis is None for axis in operand.axes):
             if terms is None:
                 terms = (_permuted_mask(context.everywhere, sources),)
                 reducer = "add"
@@ -94,9 +89,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         else:
             fill = 0
     return dataclasses.replace(
-        operand,
-        axes=tuple(axes),
-        dropped_axes=tuple(dropped_axes),
+        permuted,
         terms=terms,
         reducer=reducer,
         fill=fill,
@@ -104,11 +97,22 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     )
 
 
-def _permuted_axis(context: Context, axis: Axis, sources: np.ndarray) -> Axis:
-    """An axis after a permute. `sources` is the device from which each receives its
-    array.
+def _taken(context: Context, operand: Held, sources: np.ndarray) -> Held:
+    """The operand, where each device holds the elements that another one holds now.
+    `sources` has the number of that device, by device; -1 for none.
     """
-    return Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+    axes: list[Axis | None] = []
+    for axis in operand.axes:
+        if axis is not None:
+            axis = Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+        axes.append(axis)
+    dropped_axes = [
+        Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+        for axis in operand.dropped_axes
+    ]
+    return dataclasses.replace(
+        operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes)
+    )
 
 
 def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
@@ -256,9 +260,34 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     group_masks = masks_of(groups)
     reduced_terms = {_spread(term, group_masks) for term in terms}
     if reducer in _IDEMPOTENT:
-        return _reduced(context, operand, reduced_terms, reducer, operand.scale)
+        return _reduced(
+            context=context,
+            operand=operand,
+            reduced_terms=reduced_terms,
+            reducer=reducer,
+            scale=operand.scale,
+        )
+    scale = _scale_of_reduction(operand.scale, reducer, terms, groups)
+    return _reduced(
+        context=context,
+        operand=operand,
+        reduced_terms=reduced_terms,
+        reducer=reducer,
+        scale=scale,
+    )
+
+
+def _scale_of_reduction(
+    scale: Fraction | int,
+    reducer: str,
+    terms: Sequence[int],
+    groups: np.ndarray,
+) -> Fraction | int:
+    """The scale of a value after an all-reduce of its `terms` over `groups`. Raises
+    `Wrong` if the devices of a group add or multiply what several of them hold.
+    """
     # How many devices of a group have a term that any of them has.
-    term_by_group = itertools.product(terms, group_masks)
+    term_by_group = itertools.product(terms, masks_of(groups))
     holder_counts = {
         (term & group_mask).bit_count() for term, group_mask in term_by_group
     }
@@ -277,7 +306,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             "a reduction over devices that hold different terms",
             "constrain the sharding of this line's operands",
         )
-    scale = operand.scale * Fraction(holder_counts.pop())
+    scale *= Fraction(holder_counts.pop())
     if scale > 1:
         times = int(scale) if scale.denominator == 1 else scale
         raise Wrong(
@@ -287,7 +316,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             "constrain the sharding of this line's operands with"
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
-    return _reduced(context, operand, reduced_terms, reducer, scale)
+    return scale
 
 
 def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Held:
@@ -309,17 +338,7 @@ def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Hel
         for device in group:
             if device not in holders:
                 sources[device] = holders_of_group[0]
-
-    def taken(axis: Axis | None) -> Axis | None:
-        if axis is None:
-            return None
-        return Axis(axis.dim, context.cuts.taken(axis.cut, sources))
-
-    axes = tuple(taken(axis) for axis in operand.axes)
-    dropped_axes = [
-        Axis(dim, context.cuts.taken(cut, sources)) for dim, cut in operand.dropped_axes
-    ]
-    return dataclasses.replace(operand, axes=axes, dropped_axes=tuple(dropped_axes))
+    return _taken(context, operand, sources)
 
 
 def masks_of(groups: np.ndarray) -> list[int]:
