@@ -8,13 +8,15 @@ from ..collectives import KINDS
 from ..hlo_text import Instruction, parts_of
 from . import (
     choices,
+    concatenations,
     convolutions,
     exchanges,
-    indices,
+    gathers,
     lookups,
     pieces,
     positions,
     products,
+    scatters,
     sources,
     updates,
     views,
@@ -158,12 +160,12 @@ _RULES: Mapping[str, _Rule] = {
     "convolution": convolutions.convolution,
     "reduce-window": convolutions.reduce_window,
     "select-and-scatter": convolutions.select_and_scatter,
-    "concatenate": pieces.concatenate,
+    "concatenate": concatenations.concatenate,
     "dynamic-slice": pieces.dynamic_slice,
     "dynamic-update-slice": updates.dynamic_update_slice,
     "pad": pieces.pad,
-    "gather": indices.gather,
-    "scatter": indices.scatter,
+    "gather": gathers.gather,
+    "scatter": scatters.scatter,
 }
 _UNARY: Mapping[str, _Unary] = {
     "broadcast": views.broadcast,
