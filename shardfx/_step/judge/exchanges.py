@@ -479,6 +479,11 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
             )
         else:
             varying.append((split_axis.dim, received))
+    for axis in operand.dropped_axes:
+        received = axis.cut.starts[members.others, 0]
+        if (received != received[:, :1]).any():
+            dropped_axes.remove(axis)
+            varying.append((axis.dim, received))
     for place, axis in enumerate(operand.axes):
         if place == split_dim or axis is None:
             continue
@@ -514,15 +519,16 @@ def _all_to_all_in_place(
     member, and keeps its size.
     """
     member_count = members.others.shape[1]
-    for place, axis in enumerate(operand.axes):
-        if axis is None or place == split_dim:
+    unsplit_axes = [*operand.axes[:split_dim], *operand.axes[split_dim + 1 :]]
+    for axis in [*unsplit_axes, *operand.dropped_axes]:
+        if axis is None:
             continue
         starts = axis.cut.starts[members.others]
         if (starts != starts[:, :1]).any():
             raise Unjudged("an all-to-all of several dimensions")
     axis = operand.axes[split_dim]
     if axis is None:
-        return operand
+        return dataclasses.replace(operand, known_numbers=None)
     if operand.shape[split_dim] % member_count:
         raise Unjudged("an all-to-all of unequal parts")
     indices = context.cuts.indices(axis.cut)

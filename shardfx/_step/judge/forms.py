@@ -207,8 +207,10 @@ def form_of(
         return _dot(instruction, views)
     if opcode == "iota":
         along = int(attribute(instruction, "iota_dimension"))
-        dims = tuple(0 if dim == along else None for dim in range(len(shape)))
-        return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
+        if shape[along] == 1:
+            dtype = arrays_in(instruction.result)[0].dtype
+            return Form(("single iota", dtype), (None,) * len(shape), ())
+        return iota_form(instruction, shape)
     if opcode == "constant":
         dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
         dims = tuple(range(len(shape)))
@@ -242,6 +244,13 @@ def form_of(
         meaning = ()
     dims = tuple(range(len(shape)))
     return Form((opcode, meaning, called, *views), dims, dims)
+
+
+def iota_form(instruction: Instruction, shape: Sequence[int]) -> Form:
+    """The form of an iota. Those of all sizes are one value, as long as any."""
+    along = int(attribute(instruction, "iota_dimension"))
+    dims = tuple(0 if dim == along else None for dim in range(len(shape)))
+    return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
 
 
 def _options_of(instruction: Instruction) -> tuple[str, ...]:

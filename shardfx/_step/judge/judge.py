@@ -240,10 +240,11 @@ class Judge:
             cuts = axes_of(self.context.cuts, sharding, array.shape, shard_shape)
             if self.is_foreign:
                 self._require_cuts(number, instruction, array, cuts)
+            held = held_of(array, shard_shape, cuts)
         except Unjudged as error:
             return self.record.unknown(key, instruction, str(error))
         self.record.judged(key)
-        return held_of(array, shard_shape, cuts)
+        return held
 
     def _require_cuts(
         self,

@@ -18,7 +18,8 @@ from .values import Node, scalar_constant
 class Move:
     """Index i of the operand is index `(i - start) / stride * spread + offset` of the
     result. `padding` is the number in the result's other elements; `None` if there are
-    none or it is not known. `operand_size` is the size of the operand. With
+    none or it is not known. `operand_size` is the size of the operand, beyond which an
+    index is none of it; 0 if the size of the result says so. With
     `reversed_size`, the size of a dimension that is reversed, index i is index
     `reversed_size - 1 - i`.
     """
@@ -50,10 +51,14 @@ class Move:
         cuts = context.cuts
         is_continued = self.padding is not None and fill == self.padding
         are_holes_kept = not (is_continued and cut.has_holes)
-        if self.is_same and are_holes_kept and _is_within(cut, size):
+        operand_size = self.operand_size or size
+        is_within = _is_within(cut, min(size, operand_size))
+        if self.is_same and are_holes_kept and is_within:
             return cut
         indices = cuts.indices(cut)
         is_element = indices != HOLE
+        if self.operand_size:
+            is_element &= indices < self.operand_size
         if self.reversed_size:
             moved = self.reversed_size - 1 - indices
         else:
@@ -184,7 +189,7 @@ def _concatenate_move(
     if dim != along:
         return Move()
     size_before = sum(operand.shape[dim] for operand in node.operands[:number])
-    return Move(offset=size_before)
+    return Move(offset=size_before, operand_size=node.operands[number].shape[dim])
 
 
 def _reverse_move(context: Context, node: Node, number: int, dim: int) -> Move | None:

@@ -222,7 +222,6 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
     if matched is not None:
         return matched
     axes: list[Axis | None] = []
-    is_padded = False
     padded_dims: list[int] = []
     for place, (axis, (low, high, interior)) in enumerate(
         zip(operand.axes, paddings, strict=True)
@@ -233,12 +232,13 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         if axis is None:
             axis = _axis_of_single(context, operand, place)
         indices = _padded_row(context, axis, low, high, interior)
-        is_padded |= bool(indices.shape[1] > axis.cut.size)
-        padded_dims.append(axis.dim)
+        # A dimension may lose elements on one side and gain padding on the other.
+        if max(low, high, interior) > 0:
+            padded_dims.append(axis.dim)
         axes.append(Axis(axis.dim, context.cuts.from_indices(indices)))
         assert axes[-1] is not None and axes[-1].cut.size == shape[place]
     fill = operand.fill
-    if is_padded:
+    if padded_dims:
         fill = _fill_of_padded(operand, frozenset(padded_dims), padding_number)
     if operand.root == NOWHERE:
         raise Unjudged("padding of numbers of one device's program")
@@ -291,9 +291,10 @@ def _fill_of_padded(
     if old_fill is None:
         return None
     if isinstance(old_fill, Fills):
-        is_same_number = old_fill.number == number
+        is_apart = not (padded_dims - old_fill.dims) & operand.hole_dims
+        is_known = old_fill.number == number and is_apart
         dims = padded_dims | old_fill.dims
-        return Fills(dims, number if is_same_number else None, old_fill.other)
+        return Fills(dims, number if is_known else None, old_fill.other)
     is_apart = not padded_dims & operand.hole_dims
     return Fills(padded_dims, number if is_apart else None, old_fill)
 

@@ -522,7 +522,7 @@ def from_known(
     varying = [dim for dim in range(len(shape)) if table.shape[1 + dim] > 1]
     for operand in operands:
         node = context.values.nodes[operand.root] if operand.root >= 0 else None
-        if node is None or node.opcode != "iota" or table.dtype.kind != "i":
+        if node is None or node.key[0] != "iota" or table.dtype.kind != "i":
             continue
         along = next(
             (dim for dim, axis in enumerate(operand.axes) if axis is not None), None

@@ -51,11 +51,14 @@ def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
 
 def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
     """What devices hold of an array of the whole program, which has the shape `shape`
-    on one device and whose dimensions have these cuts.
+    on one device and whose dimensions have these cuts. Raises `Unjudged` if a dimension
+    of size 1 is cut: its view has no place for the padding of the other devices.
     """
     axes: list[Axis | None] = []
     for dim, cut in zip(array.view.dims, cuts, strict=True):
         if dim is None:
+            if cut.has_holes:
+                raise Unjudged("a dimension of size 1 that is cut")
             axes.append(None)
         else:
             axes.append(Axis(dim, cut))

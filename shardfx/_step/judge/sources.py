@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
+from .forms import iota_form, numbers
 from .held import MOST_KNOWN, NOWHERE, Context, Held
 from .joining import form_in, limits_of
 from .matching import held_result, node_for
@@ -28,14 +29,16 @@ def source(context: Context, instruction: Instruction) -> Held:
     if instruction.opcode == "replica-id":
         return Held(NOWHERE, (), (), known_numbers=np.zeros(devices, np.int64))
     if instruction.opcode == "iota":
-        form = form_in(context, instruction, [], shape)
+        # One of size 1 may be a shard of a longer one, or the number 0, which is a value
+        # of its own: a row of a longer one is no row of it.
+        form = iota_form(instruction, shape)
+        if not context.values.with_key(form.key):
+            form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
         held = held_result(
             context=context, form=form, instruction=instruction, shape=shape, cuts=cuts
         )
-        changing_dim = next(
-            dim_number for dim_number, dim in enumerate(form.dims) if dim is not None
-        )
+        (changing_dim,) = numbers(instruction, "iota_dimension")
         sizes = [1] * (1 + len(shape))
         sizes[1 + changing_dim] = shape[changing_dim]
         table = None

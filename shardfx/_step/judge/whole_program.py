@@ -512,17 +512,12 @@ def _unkeyed_sizes(
     instruction: Instruction,
     operands: Sequence[Global],
 ) -> tuple[object, ...]:
-    """The sizes that a key leaves out: those of windows and slices, and of dimensions
-    along which an operand does not change.
+    """The sizes that a key leaves out: those of windows and slices, of dimensions along
+    which an operand does not change, and of iotas.
     """
     if instruction.opcode in ELEMENTWISE:
         return ()
-    sizes = tuple(
-        size
-        for operand in operands
-        for dim, size in zip(operand.view.dims, operand.shape, strict=True)
-        if dim is None and size != 1
-    )
+    sizes = tuple(size for operand in operands for size in operand.shape if size != 1)
     return (sizes, *sizes_of(instruction))
 
 
