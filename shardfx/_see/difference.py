@@ -267,7 +267,7 @@ def _moves_by_path(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
     them.
 
     An array is included if both plans have it with one shape and dtype, and its spec,
-    its memory kind or the mesh differs.
+    its memory kind or the mesh differs. Arrays that JAX cannot move are left out.
     """
     paths = []
     for leaf in a.leaves:

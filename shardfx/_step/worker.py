@@ -177,6 +177,9 @@ def _compile(
 ) -> None:
     """Compiles the module in the child process, and ends the process. Writes any error
     to the pipe `error_pipe`.
+
+    The parent kills the process as soon as the dump is complete. A compilation that
+    ends before has no partitioner, which is an error.
     """
     # Nothing may be raised out of this block: the child would go on as a second parent.
     try:

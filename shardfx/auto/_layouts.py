@@ -454,9 +454,9 @@ class _Propagation:
 
         It is a label of the logical axis that the assignment prefers most. Of several
         such labels, it is the one for which the fewest bytes of operands are resharded.
-        `states` are the shardings of the operands. The operation's `shardable` has
-        pairs of a label and its logical axis, and `minor` the labels of minor
-        sub-dimensions.
+        `states` has the state of each operand: a position among its labels, `WHOLE` or
+        `UNREDUCED`. The operation's `shardable` has pairs of a label and its logical
+        axis, and `minor` the labels of minor sub-dimensions.
         """
 
         def moved_bytes(label: int) -> float:

@@ -48,9 +48,12 @@ class _Namer:
     """
 
     def __init__(self, classes: Classes):
+        """`tied_program` is the step's program, with the equivalence classes of its
+        dimensions.
+        """
         self.classes = classes
         self.traced = classes.traced
-        self.tied = classes.tied
+        self.tied_program = classes.tied
 
     def name_all(self) -> None:
         """Names all logical axes. The first method that names one decides."""
@@ -155,8 +158,8 @@ class _Namer:
         """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
         has words of this dtype and the name of a key.
         """
-        value = self.tied.program.arguments[place.array]
-        if self.tied.program.values[value].dtype != np.uint32:
+        value = self.tied_program.program.arguments[place.array]
+        if self.tied_program.program.values[value].dtype != np.uint32:
             return False
         (path,) = self.paths([place])
         return place.array in keys or bool(_KEY_NAMES.search(path))
@@ -199,9 +202,9 @@ class _Namer:
         the position of the axis among them. `images` are the axes of images.
         """
         most_dims = max(
-            places, key=lambda place: (len(self.data_dims(place)), -place.dim)
+            places, key=lambda place: (len(self.dims_without_layers(place)), -place.dim)
         )
-        dims = self.data_dims(most_dims)
+        dims = self.dims_without_layers(most_dims)
         position = dims.index(most_dims.dim)
         if position == 0:  # a batch in this array alone
             return ""
@@ -219,16 +222,16 @@ class _Namer:
 
     def is_first(self, place: ArgumentDim) -> bool:
         """Whether a dimension is the first one of the data in its array."""
-        return self.data_dims(place)[:1] == [place.dim] and place.index == 0
+        return self.dims_without_layers(place)[:1] == [place.dim] and place.index == 0
 
     def are_tokens(self, places: Iterable[ArgumentDim]) -> bool:
         """Whether all arrays with these dimensions hold integers."""
-        values = self.tied.program.values
-        arguments = self.tied.program.arguments
+        values = self.tied_program.program.values
+        arguments = self.tied_program.program.arguments
         dtypes = {values[arguments[place.array]].dtype for place in places}
         return all(np.issubdtype(dtype, np.integer) for dtype in dtypes)
 
-    def data_dims(self, place: ArgumentDim) -> list[int]:
+    def dims_without_layers(self, place: ArgumentDim) -> list[int]:
         """The numbers of all dimensions of the array to which `place` belongs, without
         those of which a sub-dimension is named "layers".
         """
@@ -241,15 +244,15 @@ class _Namer:
 
     def images(self) -> dict[LogicalAxis, str]:
         """The names of the dimensions along which convolutions run: "channels", and
-        "height" or other spatial ones. `tied.spatial` has, for each class of a spatial
-        dimension, its position among the spatial dimensions and their number.
+        "height" or other spatial ones. `tied_program.spatial` has, for each class of a
+        spatial dimension, its position among the spatial dimensions and their number.
         """
         classes = self.classes
         names: dict[LogicalAxis, str] = {}
         for root in classes.marked["channels"]:
             if root in classes.of_root:
                 names[classes.axis_of(root)] = "channels"
-        for root, (position, count) in self.tied.spatial.items():
+        for root, (position, count) in self.tied_program.spatial.items():
             if root in classes.of_root and count in _SPATIAL:
                 names[classes.axis_of(root)] = _SPATIAL[count][position]
         return names
@@ -348,7 +351,7 @@ class _Namer:
         model. `dims` below has the factors of each dimension in the operation's
         sharding rule.
         """
-        tied = self.tied
+        tied = self.tied_program
         parameter_roots = self.classes.model_roots
         axes: set[LogicalAxis] = set()
         for operation in tied.program.operations:
@@ -399,7 +402,7 @@ class _Namer:
         such streams. If tables have a `vocab` dimension, and their other dimensions are
         one logical axis, this is named `embed` too.
         """
-        residual_roots = residual(self.tied, self.classes.model_roots)
+        residual_roots = residual(self.tied_program, self.classes.model_roots)
         axes = []
         for axis in self.unnamed("contracted"):
             arrays = {place.array for place in self.classes.in_model(axis)}

@@ -329,7 +329,8 @@ class _Pricing:
     """Plans a tree for one choice after another, and counts the bytes of the state.
 
     - `leaves`, `arrays`: the arrays of the tree, and what must not be sharded of them.
-    - `init`: the function that makes the optimizer's state; `None` for Adam's.
+    - `init_optimizer`: the function that makes the optimizer's state; `None` if the
+      state is assumed to be Adam's two moments.
     - `rules`: the rules made so far, by the steps of the arrays.
     """
 
@@ -338,14 +339,14 @@ class _Pricing:
         tree: PyTree,
         flat: Flat,
         names: PyTree,
-        init: Callable[..., Any] | None,
+        init_optimizer: Callable[..., Any] | None,
     ):
         """`flat` are the leaves of `tree`, and `names` the logical names of its arrays
         if the caller gives any. `flat.stacked` has the number of leading dimensions
         that modules declare as stacked layers, for each leaf.
         """
         self.tree = tree
-        self.init = init
+        self.init_optimizer = init_optimizer
         leaf_names = flat.names
         if names is not None:
             leaf_names = names_of_leaves(names, tree, flat, AxisRules([]))
@@ -363,19 +364,19 @@ class _Pricing:
             )
             self.arrays.append(array)
         note_whole_dims(self.arrays)
-        self.rules: dict[object, PathRules] = {}
+        self.rules: dict[tuple[Steps, tuple[Steps, ...]], PathRules] = {}
 
     def priced(self, choice: Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
         rules = self._rules(choice)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
         # Parameters and gradients, and the moments of Adam if they are assumed.
-        copies = 4 if self.init is None else 2
+        copies = 4 if self.init_optimizer is None else 2
         state = _bytes_of(planned, copies)
         total_bytes = state.total
         device_bytes = state.of_device
-        if self.init is not None:
-            moments = follow(self.init, planned)
+        if self.init_optimizer is not None:
+            moments = follow(self.init_optimizer, planned)
             total_bytes += moments.bytes_total
             device_bytes += moments.bytes_per_device
         return _Priced(
@@ -462,7 +463,7 @@ class _Pricing:
     @property
     def what(self) -> str:
         """The parts of the state as text, with the optimizer if it is assumed."""
-        if self.init is not None:
+        if self.init_optimizer is not None:
             return "parameters, gradients and optimizer state"
         return (
             "parameters, gradients and the two moments of Adam (assumed: pass"

@@ -59,7 +59,7 @@ class RowReads(NamedTuple):
         kind = ArrayKind(
             shape=(self.nbytes,),
             dtype=self.memory.dtype,
-            stored="U8",
+            stored_name="U8",
             nbytes=self.nbytes,
         )
         kinds = [kind] * len(self.arrays.kinds)

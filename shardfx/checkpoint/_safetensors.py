@@ -207,7 +207,7 @@ def _array_kind(stored: str, shape: object) -> ArrayKind | None:
     return ArrayKind(
         shape=tuple(shape),
         dtype=dtype,
-        stored=stored,
+        stored_name=stored,
         nbytes=nbits // 8,
     )
 

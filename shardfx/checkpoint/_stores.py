@@ -85,12 +85,12 @@ def dtype_named(text: str) -> DType:
 
 
 def zarr_entries(place: Place) -> tuple[StoreArray, ...]:
-    """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, by
-    path.
+    """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, in
+    the order of `place.directories()`.
     """
     entries = []
-    for path, directory in place.directories():
-        entry = entry_in(place, path, directory)
+    for name, directory_path in place.directories():
+        entry = entry_in(place, name, directory_path)
         if entry is not None:
             entries.append(entry)
     return tuple(entries)

@@ -23,13 +23,13 @@ class ArrayKind(NamedTuple):
 
     - `shape`: the shape, which was checked.
     - `dtype`: the dtype in JAX; `None` if JAX lacks it.
-    - `stored`: the name of the dtype in the file.
+    - `stored_name`: the name of the dtype in the file.
     - `nbytes`: the number of bytes of one array in the file.
     """
 
     shape: tuple[int, ...]
     dtype: DType
-    stored: str
+    stored_name: str
     nbytes: int
 
 
@@ -74,7 +74,7 @@ class FileTable(Sequence[FileArray]):
             shape=kind.shape,
             dtype=kind.dtype,
             file=self.files[int(self.file_numbers[number])],
-            stored=kind.stored,
+            stored=kind.stored_name,
             offset=int(self.offsets[number]),
         )
 
@@ -91,7 +91,7 @@ class FileTable(Sequence[FileArray]):
                 shape=kind.shape,
                 dtype=kind.dtype,
                 file=file,
-                stored=kind.stored,
+                stored=kind.stored_name,
                 offset=offset,
             )
 

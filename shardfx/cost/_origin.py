@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from .._ground import opcodes
 from .._step import CALLBACKS, MOVING, Frame, HloModule, Instruction
@@ -38,6 +39,9 @@ _HANDING_ON = opcodes.VIEWS | {"select", "convert"}
 _MOST_STEPS_BACK = 64
 _MOST_VISITED = 2000
 
+# The number of an array in the flat program.
+ValueNumber: TypeAlias = int
+
 
 class Origins:
     """Finds the argument that a collective gathers or reduces, and the source line that
@@ -63,8 +67,10 @@ class Origins:
         # For a loop-carried value, its loop and its index. For the result of a loop's
         # body or the operand of a `send`, the values that are equal to it outside the
         # body or after the `recv`.
-        self._carried: dict[int, tuple[FlatOp, int]] = {}
-        self._equal_outside: dict[int, list[int]] = collections.defaultdict(list)
+        self._carried: dict[ValueNumber, tuple[FlatOp, int]] = {}
+        self._equal_outside: dict[ValueNumber, list[ValueNumber]] = (
+            collections.defaultdict(list)
+        )
         transfers: dict[tuple[str, str], FlatOp] = {}
         for op in self._uses.ops:
             self._ops.setdefault(id(op.instruction), op)
@@ -150,8 +156,8 @@ class Origins:
         op = self._ops.get(id(instruction))
         if op is None:
             return None
-        for gradient in _results_of(op, element):
-            for value in self._same_gradient(gradient):
+        for gradient_number in _results_of(op, element):
+            for value in self._same_gradient(gradient_number):
                 for use in self._uses.reads_of(value):
                     argument = self._updated_by(use)
                     if argument is not None:
@@ -173,13 +179,13 @@ class Origins:
             return None
         return argument
 
-    def _same_gradient(self, gradient: int) -> Iterator[int]:
+    def _same_gradient(self, gradient_number: ValueNumber) -> Iterator[ValueNumber]:
         """Yields a gradient, and the values computed from it that may be the same or
         its shard, the nearest first.
         """
-        return itertools.islice(reached([gradient], self._onward), _MOST_VISITED)
+        return itertools.islice(reached([gradient_number], self._onward), _MOST_VISITED)
 
-    def _passed_on(self, value: int) -> tuple[int, ...]:
+    def _passed_on(self, value: ValueNumber) -> tuple[ValueNumber, ...]:
         """For a value that is a gradient, the results of operations that read it and
         may return the same gradient. Such a result has the shape of the value or of its
         shard, or is a larger array into which the value is written. Operations of
@@ -196,7 +202,7 @@ class Origins:
                     following.append(output)
         return tuple(following)
 
-    def _argument(self, value: int) -> str | None:
+    def _argument(self, value: ValueNumber) -> str | None:
         """If a value is an argument or a slice of one, JAX's name of the argument;
         otherwise `None`. Result number n of an operation that slices or moves is made
         of its operand number n, or of its first operand if it has fewer.
@@ -246,7 +252,7 @@ class Origins:
                     return ""
         return name
 
-    def _forms_of(self, value: int) -> Iterator[int]:
+    def _forms_of(self, value: ValueNumber) -> Iterator[ValueNumber]:
         """The other forms of a value, such as its transpose."""
         for use in self._uses.reads_of(value):
             if use.op.opcode in _HANDING_ON:
@@ -263,7 +269,7 @@ class Origins:
                 return name
         return ""
 
-    def _unspread(self, value: int) -> Iterable[int]:
+    def _unspread(self, value: ValueNumber) -> Iterable[ValueNumber]:
         """The values of which a value is a form on another device: what each branch of
         a conditional returns, or the operands that are handed on; else none.
         """
@@ -296,7 +302,7 @@ class Origins:
         gathered = {"parameter", *opcodes.GATHERS}
         return has_product or opcodes_of_makers.isdisjoint(gathered)
 
-    def _operands_of(self, value: int) -> Iterable[int]:
+    def _operands_of(self, value: ValueNumber) -> Iterable[ValueNumber]:
         """The values from which a value is computed. There are none for the result of
         an all-gather. A loop-carried value has one: its next value, which the loop's
         body returns.
@@ -309,7 +315,7 @@ class Origins:
             return ()
         return maker.reads
 
-    def _is_shard(self, part: int, whole: int) -> bool:
+    def _is_shard(self, part: ValueNumber, whole: ValueNumber) -> bool:
         """Whether value `part` has as many elements as value `whole`, or the shape of a
         shard of `whole`.
         """

@@ -168,7 +168,7 @@ def test_an_exchange_that_the_body_has_not_is_not_judged(texts):
 )
 def test_both_texts_of_shardings_say_the_same_parts(sharding):
     assert shardings.parts_of_devices(sharding, 8).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    rows, columns = shardings.axes_of_part(Cuts(8), sharding, (16, 8), (8, 8))
+    rows, columns = shardings.cuts_of_part(Cuts(8), sharding, (16, 8), (8, 8))
     assert rows.starts.ravel().tolist() == [0, 0, 0, 0, 8, 8, 8, 8]
     assert columns.starts.ravel().tolist() == [0] * 8
     # Outside of the body, no array has such a sharding.

@@ -94,7 +94,9 @@ def sender_cast_count(casts: Sequence[object], dtype: object) -> int:
 
 
 def bits_on_the_way(value: Value, dtype: object) -> list[int]:
-    """The bits of an element of `dtype` in the source, and after each cast of `value`."""
+    """The bits of an element of `dtype` in the source, and after each cast of `value`.
+    Operations that are no casts keep the dtype, and have no entry.
+    """
     dtypes = [dtype, *dtypes_of(value.casts)]
     return list(map(bits, dtypes))
 

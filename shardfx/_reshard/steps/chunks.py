@@ -79,7 +79,7 @@ def chunks_on_tpus(
     # of every block along one dimension.
     blocks = _blocks(shape, steps)
     elements = max(math.prod(shape), math.prod(blocks.target_shape))
-    count = _chunk_count(blocks.whole, blocks.sizes, steps)
+    count = _chunk_count(blocks.whole_shape, blocks.sizes, steps)
     if count == 1 or elements * itemsize_bits // 8 < _SMALL_BYTES:
         return None
 
@@ -146,7 +146,7 @@ class _Blocks(NamedTuple):
     the shape of a shard after the move.
     """
 
-    whole: tuple[int, ...]
+    whole_shape: tuple[int, ...]
     sizes: list[int]
     target_shape: tuple[int, ...]
 
@@ -161,21 +161,21 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> _Blocks:
     block_counts = first_counts
     for step in steps:
         block_counts = tuple(map(math.lcm, block_counts, step.target.counts))
-    whole = tuple(map(operator.mul, shape, first_counts))
+    whole_shape = tuple(map(operator.mul, shape, first_counts))
     return _Blocks(
-        whole=whole,
-        sizes=list(map(operator.floordiv, whole, block_counts)),
-        target_shape=steps[-1].target.shard_shape(whole),
+        whole_shape=whole_shape,
+        sizes=list(map(operator.floordiv, whole_shape, block_counts)),
+        target_shape=steps[-1].target.shard_shape(whole_shape),
     )
 
 
 def _chunk_count(
-    whole: tuple[int, ...],
+    whole_shape: tuple[int, ...],
     blocks: Sequence[int],
     steps: Sequence[MoveStep],
 ) -> int:
-    """The number of chunks in which shards move; 1 for whole shards. `whole` is the
-    shape of the whole array, and `blocks` the size of a block along each dimension.
+    """The number of chunks in which shards move; 1 for whole shards. `whole_shape` is
+    the shape of the whole array, and `blocks` the size of a block along each dimension.
 
     If blocks do not fill tiles, all-to-alls and all-gathers need chunks. Otherwise two
     kinds of moves need them. `_doubles_after_copies` says which moves are of the first
@@ -188,9 +188,9 @@ def _chunk_count(
         if "all_to_all" in kinds or "all_gather" in kinds:
             return _CHUNKS
         return 1
-    if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
+    if len(whole_shape) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
         return _CHUNKS_OF_STACKS
-    if _doubles_after_copies(whole, steps, kinds):
+    if _doubles_after_copies(whole_shape, steps, kinds):
         return _CHUNKS_OF_TILES
     return 1
 
@@ -206,7 +206,7 @@ def _fill_tiles(blocks: Sequence[int]) -> bool:
 
 
 def _doubles_after_copies(
-    whole: tuple[int, ...],
+    whole_shape: tuple[int, ...],
     steps: Sequence[MoveStep],
     kinds: Sequence[str],
 ) -> bool:
@@ -214,8 +214,8 @@ def _doubles_after_copies(
     memory on TPUs. The compiler then cannot reuse the memory of the copies that it
     makes around the move's last all-to-all.
 
-    `whole` is the shape of the whole array, and `kinds` has the kind of each of the
-    `steps`. The doubled shard must be at least as large as the source's shard. The
+    `whole_shape` is the shape of the whole array, and `kinds` has the kind of each of
+    the `steps`. The doubled shard must be at least as large as the source's shard. The
     other conditions were found by compiling 388 moves of this kind for a v5p of 4 x 4 x
     4 chips. Of these, 58 took more memory than twice the larger shard. The conditions
     hold for all 58, and for 2 others. A census of 150 other moves added the condition
@@ -242,7 +242,7 @@ def _doubles_after_copies(
         return splits_last_dim_only and any(map(_reorders_chunks, steps[:position]))
     if "permute" in later:
         return True
-    is_one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
+    is_one_tile_wide = step.target.shard_shape(whole_shape)[-1] == _TILE[1]
     follows_copies = bool(earlier) and "permute" not in earlier
     return splits_last_dim_only and (is_one_tile_wide or follows_copies)
 

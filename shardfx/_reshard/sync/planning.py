@@ -397,8 +397,8 @@ def _buffers_of(target: MovedLeaf, jobs: _Jobs) -> tuple[Buffer, ...]:
 
 
 def _encodings(made_leaf: Made, structs: Mapping[str, Struct]) -> dict[str, Encoding]:
-    """How the source of each piece of `made_leaf` is sent, by the piece's number as text.
-    Constants are left out.
+    """How the source of each piece of `made_leaf` is sent, by the piece's number as
+    text, which is the path that `_wire_made` gives the source. Constants are left out.
     """
     dtypes = {name: struct.dtype for name, struct in structs.items()}
     return {

@@ -113,7 +113,8 @@ class SpareMemory:
         views = buffers(shapes, self._layout.blocks.take)
         memory_of_leaves: dict[int, dict[int, np.ndarray]] = {}
         for place, view in zip(places, views, strict=True):
-            memory_of_leaves.setdefault(place.leaf, {})[place.buffer] = view
+            buffers_of_leaf = memory_of_leaves.setdefault(place.leaf_number, {})
+            buffers_of_leaf[place.buffer_number] = view
         # `memory` looks a leaf up without the lock, so it must find all its buffers.
         self._memory.update(memory_of_leaves)
 
@@ -143,11 +144,13 @@ class SpareMemory:
 
 
 class _Place:
-    """Where a buffer of a leaf lies."""
+    """The shape and dtype of a buffer in a group's block, with the numbers of its leaf
+    and of the buffer.
+    """
 
-    def __init__(self, leaf: int, buffer: int, box: Box, dtype: np.dtype):
-        self.leaf = leaf
-        self.buffer = buffer
+    def __init__(self, leaf_number: int, buffer_number: int, box: Box, dtype: np.dtype):
+        self.leaf_number = leaf_number
+        self.buffer_number = buffer_number
         self.shape = box_shape(box)
         self.dtype = dtype
 

@@ -22,11 +22,11 @@ from .held import (
 from .joining import (
     common_axis,
     constant_number,
+    emptied_on,
     form_in,
     is_empty,
     joined_cut,
     with_axis,
-    without,
 )
 from .matching import candidates, expressed, held_result
 from .values import Global
@@ -195,7 +195,7 @@ def _joined_pieces(
         else:
             # A piece that is padding beside another one holds none of its elements.
             is_padding = is_empty(piece, context.devices) & has_elements
-            cuts.append(without(context, axis.cut, is_padding))
+            cuts.append(emptied_on(context, axis.cut, is_padding))
     held = value_pieces[0]
     for place in range(len(shape)):
         if place != along:

@@ -35,8 +35,9 @@ class Fills(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A dimension of the array of one device: the dimension of the value along which it
-    lies, and what its positions hold.
+    """A dimension of the array of one device: what its positions hold, and the
+    dimension of the value along which it lies. `dim` counts the dimensions of the
+    value. The place of the axis in `Held.axes` counts those of the device's array.
     """
 
     dim: int
@@ -138,7 +139,9 @@ class Held:
 
     @property
     def hole_dims(self) -> frozenset[int]:
-        """The dimensions of the value along which there are holes."""
+        """The dimensions along which there are holes. They are dimensions of the value,
+        `Axis.dim`, and no places in `axes`.
+        """
         dims: list[int] = []
         for axis in self.axes:
             if axis is not None and axis.cut.has_holes:

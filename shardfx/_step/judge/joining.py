@@ -183,8 +183,10 @@ def is_empty(held: Held, devices: int) -> np.ndarray:
     return empty
 
 
-def without(context: Context, cut: Cut, devices: np.ndarray) -> Cut:
-    """The cut with holes only on the devices that the mask `devices` chooses."""
+def emptied_on(context: Context, cut: Cut, devices: np.ndarray) -> Cut:
+    """The cut with nothing but holes on the devices that the mask `devices` chooses. On
+    the others it is as before, with the holes that it had.
+    """
     if not devices.any():
         return cut
     starts = np.where(devices[:, None], HOLE, cut.starts)

@@ -34,7 +34,7 @@ from .results import (
     required_view,
 )
 from .rules import applied
-from .shardings import WrongShard, axes_of, shardings_in
+from .shardings import WrongShard, cuts_of, shardings_in
 from .values import Global
 from .verdict import (
     Outcome,
@@ -237,7 +237,7 @@ class Judge:
         assert whole_parameter is not None
         (sharding,) = shardings_in(whole_parameter.attributes) or ("",)
         try:
-            cuts = axes_of(self.context.cuts, sharding, array.shape, shard_shape)
+            cuts = cuts_of(self.context.cuts, sharding, array.shape, shard_shape)
             if self.is_foreign:
                 self._require_cuts(number, instruction, array, cuts)
             held = held_of(array, shard_shape, cuts)
@@ -265,7 +265,7 @@ class Judge:
                 raise Unjudged("an argument that lies otherwise than the step's")
             return
         shard_shape = arrays_in(instruction.result)[0].shape
-        cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shard_shape)
+        cuts_of_program = cuts_of(self.context.cuts, sharding, array.shape, shard_shape)
         if any(
             cut is not step_cut
             for cut, step_cut in zip(cuts_of_program, step_cuts, strict=True)
@@ -335,7 +335,7 @@ class Judge:
             zip(shard_shapes, self.whole_program.results, strict=True)
         ):
             try:
-                axes_of(self.context.cuts, shardings[number], array.shape, shard_shape)
+                cuts_of(self.context.cuts, shardings[number], array.shape, shard_shape)
             except WrongShard:
                 error = Wrong(
                     f"result {number}: each device returns an array of the shape"
@@ -383,7 +383,7 @@ class Judge:
                 "a reduction over the devices that hold different terms, and no others",
                 "constrain the sharding of this result",
             )
-        required_cuts = axes_of(
+        required_cuts = cuts_of(
             self.context.cuts, sharding, array.shape, held_array.shape
         )
         for place, (axis, required_cut) in enumerate(

@@ -9,7 +9,7 @@ from .held import Context, Held, Result, view_of
 from .matching import expressed
 from .record import Failures, Record
 from .results import held_of, leaves_of, required_view
-from .shardings import axes_of, shardings_in
+from .shardings import cuts_of, shardings_in
 from .values import Global, Loop, unchanged
 from .verdict import Unjudged
 
@@ -228,7 +228,7 @@ class Loops:
                 cuts.append(axis.cut)
                 continue
             if guessed_cuts is None:
-                guessed_cuts = axes_of(
+                guessed_cuts = cuts_of(
                     self.context.cuts, sharding, carried.shape, shape
                 )
             cuts.append(guessed_cuts[place])

@@ -14,7 +14,7 @@ from .held import NOWHERE, Context, Held, Result, cut_of, require_finished, view
 from .joining import form_in
 from .matching import candidates, expressed, held_result
 from .results import held_of, leaves_of, required_view
-from .shardings import axes_of, axes_of_part
+from .shardings import cuts_of, cuts_of_part
 from .values import Global, ManualCall, PartlyManual, PartlyManualCall, Shards
 from .verdict import Unjudged
 
@@ -64,7 +64,9 @@ def _holds_shards(context: Context, operand: Result, shards: Shards) -> bool:
     if not isinstance(operand, Held):
         return False
     try:
-        cuts = axes_of(context.cuts, shards.sharding, shards.array.shape, operand.shape)
+        cuts = cuts_of(
+            context.cuts, shards.sharding_text, shards.array.shape, operand.shape
+        )
     except Unjudged:
         return False
     return _holds_cuts(context, operand, shards.array, cuts)
@@ -115,7 +117,7 @@ def _results_of_call(
             # The whole program does not read it.
             results.append(Held(NOWHERE, shape, (None,) * len(shape)))
             continue
-        cuts = axes_of(context.cuts, shards.sharding, shards.array.shape, shape)
+        cuts = cuts_of(context.cuts, shards.sharding_text, shards.array.shape, shape)
         results.append(held_of(shards.array, shape, cuts))
     return tuple(results) if instruction.result.startswith("(") else results[0]
 
@@ -203,8 +205,8 @@ def _cuts_of_both(
     """
     array = outside.array
     cuts = _Cuts(
-        outside=axes_of(context.cuts, outside.array_sharding, array.shape, local_shape),
-        part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local_shape),
+        outside=cuts_of(context.cuts, outside.array_sharding, array.shape, local_shape),
+        part=cuts_of_part(context.cuts, outside.part_sharding, part.shape, local_shape),
     )
     # Devices of one part have what is at the same distance from its start.
     part_of_device = np.array(

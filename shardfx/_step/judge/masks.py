@@ -10,7 +10,14 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE
 from .held import Axis, Context, Fills, Held, Number, view_of
-from .joining import common_axis, constant_number, is_empty, is_zero, with_axis, without
+from .joining import (
+    common_axis,
+    constant_number,
+    emptied_on,
+    is_empty,
+    is_zero,
+    with_axis,
+)
 from .matching import seen_as_padded
 
 
@@ -172,8 +179,8 @@ def _merged(
         empty = [is_empty(held, context.devices) for held in (chosen_value, other)]
         used = (used[0] & ~empty[0], used[1] & ~empty[1])
         # Padding of one beside elements of the other holds none of these.
-        chosen_cut = without(context, chosen_cut, empty[0] & used[1])
-        other_cut = without(context, other_cut, empty[1] & used[0])
+        chosen_cut = emptied_on(context, chosen_cut, empty[0] & used[1])
+        other_cut = emptied_on(context, other_cut, empty[1] & used[0])
         for dim in range(len(chosen_value.axes)):
             if dim != place:
                 held = with_axis(

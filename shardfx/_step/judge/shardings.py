@@ -58,9 +58,9 @@ def shardings_in(attributes: str) -> list[str]:
     return [part[1:-1] for part in parts_of(f"({text})")]
 
 
-def axes_of(
+def cuts_of(
     cuts: Cuts,
-    sharding: str,
+    sharding_text: str,
     shape: Sequence[int],
     shard_shape: Sequence[int],
 ) -> list[Cut]:
@@ -70,35 +70,35 @@ def axes_of(
     """
     if not shape:
         return []
-    key = (sharding, tuple(shape), tuple(shard_shape))
+    key = (sharding_text, tuple(shape), tuple(shard_shape))
     dim_cuts = cuts.by_sharding.get(key)
     if dim_cuts is None:
-        dim_cuts = _axes_of(cuts, sharding, shape, shard_shape)
+        dim_cuts = _cuts_of(cuts, sharding_text, shape, shard_shape)
         cuts.by_sharding[key] = dim_cuts
     return dim_cuts
 
 
-def _axes_of(
+def _cuts_of(
     cuts: Cuts,
-    sharding: str,
+    sharding_text: str,
     shape: Sequence[int],
     shard_shape: Sequence[int],
 ) -> list[Cut]:
-    """As `axes_of`, asked once."""
-    if not sharding or sharding.startswith(_REPLICATED):
+    """As `cuts_of`, asked once."""
+    if not sharding_text or sharding_text.startswith(_REPLICATED):
         if tuple(shape) != tuple(shard_shape):
             raise Unjudged("an array whose sharding the program does not say")
         return [cuts.whole(size) for size in shape]
-    named = _NAMED.match(sharding)
+    named = _NAMED.match(sharding_text)
     if named and "manual" not in named["rest"]:
         dimensions = re.findall(r"\{([^{}]*)\}", named["dimensions"])
         places, tiles = _named_places(named, dimensions, cuts.devices)
         return _tiled(
             cuts=cuts, places=places, tiles=tiles, shape=shape, shard_shape=shard_shape
         )
-    match = _TILED.search(sharding)
-    if match is None or "manual" in sharding or "last_tile_dims" in sharding:
-        raise Unjudged(f"the sharding {sharding}")
+    match = _TILED.search(sharding_text)
+    if match is None or "manual" in sharding_text or "last_tile_dims" in sharding_text:
+        raise Unjudged(f"the sharding {sharding_text}")
     places = _places(match, cuts.devices)
     return _tiled(
         cuts=cuts,
@@ -129,17 +129,18 @@ def _places(tiled: re.Match[str], devices: int) -> np.ndarray:
     return places
 
 
-def axes_of_part(
+def cuts_of_part(
     cuts: Cuts,
-    sharding: str,
+    sharding_text: str,
     shape: Sequence[int],
     shard_shape: Sequence[int],
 ) -> list[Cut]:
-    """As `axes_of`, for an array within the body of a `shard_map` that is manual in
+    """As `cuts_of`, for an array within the body of a `shard_map` that is manual in
     some axes only. Its shape is that of one of the parts over these axes.
     """
-    sharding = _MANUAL_AXES.sub("", _SUBGROUPS.sub(_REPEATED, sharding))
-    return axes_of(cuts, sharding, shape, shard_shape)
+    sharding_text = _SUBGROUPS.sub(_REPEATED, sharding_text)
+    sharding_text = _MANUAL_AXES.sub("", sharding_text)
+    return cuts_of(cuts, sharding_text, shape, shard_shape)
 
 
 def parts_of_devices(sharding: str, devices: int) -> np.ndarray:

@@ -110,10 +110,12 @@ class Loop(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """An array of which a `shard_map` takes or returns the shards of a sharding."""
+    """An array of which a `shard_map` takes or returns the shards of a sharding.
+    `sharding_text` is the sharding as the HLO writes it.
+    """
 
     array: Global
-    sharding: str
+    sharding_text: str
 
 
 class ManualCall(NamedTuple):
