@@ -140,7 +140,7 @@ def _sends_holes(operand: Held, sources: np.ndarray) -> bool:
     senders = sources[sources >= 0]
     return any(
         bool((axis.cut.starts[senders] == HOLE).any())
-        for axis in operand.axes
+        for axis in (*operand.axes, *operand.dropped_axes)
         if axis is not None
     )
 

@@ -135,7 +135,8 @@ class Held:
     @property
     def has_holes(self) -> bool:
         """Whether positions of a device hold no element of the value."""
-        return any(axis is not None and axis.cut.has_holes for axis in self.axes)
+        axes = (*self.axes, *self.dropped_axes)
+        return any(axis is not None and axis.cut.has_holes for axis in axes)
 
     @property
     def hole_dims(self) -> frozenset[int]:
@@ -143,7 +144,7 @@ class Held:
         `Axis.dim`, and no places in `axes`.
         """
         dims: list[int] = []
-        for axis in self.axes:
+        for axis in (*self.axes, *self.dropped_axes):
             if axis is not None and axis.cut.has_holes:
                 dims.append(axis.dim)
         return frozenset(dims)
