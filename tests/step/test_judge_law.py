@@ -11,7 +11,7 @@ from shardfx._step import parse_hlo
 from shardfx._step.judge.held import Held
 from shardfx._step.judge.judge import Judge
 from shardfx._step.judge.results import leaves_of
-from shardfx._step.judge.shardings import axes_of
+from shardfx._step.judge.shardings import cuts_of
 from shardfx._step.judge.verdict import Unjudged, Wrong
 from shardfx._step.judge.whole_program import read_whole
 
@@ -72,13 +72,12 @@ def add_local(program: Program, rng: random.Random, op_name: str) -> None:
     array = arrays[name]
     rank = array.ndim - 1
     opcode = rng.choice(
-        "negate add multiply pad slice concatenate transpose reshape reduce".split()
+        "negate add pad slice concatenate transpose reshape reduce".split()
     )
     if opcode == "negate":
         program.add(f"negate(%{name})", -array, op_name)
-    elif opcode in ("add", "multiply") and array.shape == arrays[other].shape:
-        function = {"add": np.add, "multiply": np.multiply}[opcode]
-        program.add(f"{opcode}(%{name}, %{other})", function(array, arrays[other]))
+    elif opcode == "add" and array.shape == arrays[other].shape:
+        program.add(f"add(%{name}, %{other})", array + arrays[other])
     elif opcode == "pad" and rank == 2 and array.size < 64:
         number = rng.choice(["v1", "v2"])
         paddings = [rng.choice([(0, 0), (0, 1), (1, 0), (-1, 1)]) for _ in range(2)]
@@ -180,7 +179,7 @@ def proofs(whole: Program, partitioned: Program):
                 except (Unjudged, Wrong):
                     continue
                 cuts = judge.context.cuts
-                dim_cuts = axes_of(cuts, sharding, result.shape, array.shape[1:])
+                dim_cuts = cuts_of(cuts, sharding, result.shape, array.shape[1:])
                 indices = [cuts.indices(cut) for cut in dim_cuts]
                 yield array, whole_array[0], indices
 
