@@ -2,7 +2,8 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from .._ground.errors import RuleError, whole_number
 from .._rules import AxisRules
@@ -11,6 +12,8 @@ from .._rules import AxisRules
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Limits for the candidates of [`shardfx.auto.search`][].
+
+    Any collection will do where a tuple is written, such as a list or a set.
 
     **Arguments:**
 
@@ -46,20 +49,21 @@ class Limits:
         """Raises `RuleError` for limits that are of a wrong type, contradict each other,
         or say nothing.
         """
-        _require_entries("never", self.never, _is_name, 'names, `never=("batch",)`')
-        _require_entries("always", self.always, _is_name, 'names, `always=("batch",)`')
-        _require_entries(
-            "least",
-            self.least,
-            _is_pair,
-            'pairs of a name and a number, `least=(("batch", 8),)`',
-        )
-        _require_entries(
-            "axes",
-            self.axes,
-            lambda axis: _is_name(axis) or _is_pair(axis),
-            'names, or of pairs of a name and a size, `axes=("data",)`',
-        )
+        examples = {
+            "never": 'names, `never=("batch",)`',
+            "always": 'names, `always=("batch",)`',
+            "least": 'pairs of a name and a number, `least=(("batch", 8),)`',
+            "axes": 'names, or of pairs of a name and a size, `axes=("data",)`',
+        }
+        readers = {
+            "never": _name,
+            "always": _name,
+            "least": _counted,
+            "axes": _axis,
+        }
+        for field, example in examples.items():
+            entries = _entries(field, getattr(self, field), readers[field], example)
+            object.__setattr__(self, field, entries)
         if isinstance(self.free_bytes, bool) or not isinstance(
             self.free_bytes, numbers.Real
         ):
@@ -100,29 +104,53 @@ class Limits:
         return tuple(pairs)
 
 
-def _is_name(entry: object) -> bool:
-    return isinstance(entry, str)
+def _name(entry: object) -> str | None:
+    """The logical name `entry`; `None` if it is no text."""
+    return entry if isinstance(entry, str) else None
 
 
-def _is_pair(entry: object) -> bool:
-    """Whether an entry is a pair of a name and an integer."""
-    if not isinstance(entry, tuple | list) or len(entry) != 2:
-        return False
-    name, number = entry
-    return _is_name(name) and whole_number(number) is not None
-
-
-def _require_entries(
-    field: str,
-    entries: object,
-    is_valid: Callable[[object], bool],
-    example: str,
-) -> None:
-    """Raises `RuleError` unless the limit `field` is a tuple of valid entries. A text is
-    none: its entries would be letters. `example` ends the sentence.
+def _counted(entry: object) -> tuple[str, int] | None:
+    """The pair `entry` of a name and an integer; `None` if it is something else. The
+    integer may be a whole float, such as 8.0.
     """
-    if not isinstance(entries, tuple | list) or not all(map(is_valid, entries)):
+    if not isinstance(entry, tuple | list) or len(entry) != 2:
+        return None
+    name, number = entry
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    count = whole_number(number)
+    if not isinstance(name, str) or count is None:
+        return None
+    return (name, count)
+
+
+def _axis(entry: object) -> str | tuple[str, int] | None:
+    """The mesh axis `entry`, a name or a pair of a name and a size; `None` if it is
+    neither. A pair with the size `None` is the name alone.
+    """
+    if isinstance(entry, tuple | list) and len(entry) == 2 and entry[1] is None:
+        return _name(entry[0])
+    return _name(entry) or _counted(entry)
+
+
+def _entries(
+    field: str,
+    given: Any,
+    reader: Callable[[object], object],
+    example: str,
+) -> tuple[Any, ...]:
+    """The entries of the limit `field` as `reader` returns them, those of a set in the
+    order of their texts. Raises `RuleError` if `given` is no collection, or if `reader`
+    returns `None` for an entry. A text is no collection: its entries would be letters.
+    `example` ends the error's sentence.
+    """
+    is_collection = isinstance(given, Iterable) and not isinstance(given, str)
+    entries = tuple(map(reader, given)) if is_collection else ()
+    if not is_collection or None in entries:
         what, _, code = example.partition(", `")
         raise RuleError(
-            f"`{field}={entries!r:.80}` must be a tuple of {what}; write `{code}."
+            f"`{field}={given!r:.80}` must be a tuple of {what}; write `{code}."
         )
+    if isinstance(given, set | frozenset):
+        return tuple(sorted(entries, key=str))
+    return entries

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools as ft
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from jaxtyping import PyTree
@@ -97,7 +97,7 @@ def search(
     slices: int = 1,
     keep: int = 5,
     verify: Literal["compile", "run"] | None = None,
-    also: Sequence[AxisRules] = (),
+    also: Iterable[AxisRules] = (),
     closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,
     effort: Literal["usual", "least"] = "usual",
@@ -371,7 +371,7 @@ def opened_search(
     args: Sequence[PyTree],
     options: SearchOptions,
     limits: Limits,
-    also: Sequence[AxisRules],
+    also: Iterable[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
     """The search space of a step on the devices of `options`, and the step lowered for
@@ -389,8 +389,11 @@ def opened_search(
         error=RuleError,
         fix="write `limits=shardfx.auto.Limits(never=(...))`",
     )
-    are_rules = isinstance(also, Sequence)
-    if not are_rules or not all(isinstance(rules, AxisRules) for rules in also):
+    # Iterating over one `AxisRules` raises an error that does not name `also`.
+    is_collection = isinstance(also, Iterable) and not isinstance(also, AxisRules)
+    all_rules = tuple(also) if is_collection else ()
+    are_rules = all(isinstance(rules, AxisRules) for rules in all_rules)
+    if not is_collection or not are_rules:
         raise RuleError(
             f"`also`, of type {type(also).__name__}, must be a sequence that holds"
             " `AxisRules` alone; write `also=[rules]`."
@@ -399,7 +402,7 @@ def opened_search(
     tell("propagating axis assignments through the step")
     with noted(args):
         traced = trace(step, *args)
-    space = Space(named_classes(traced), options, limits, also)
+    space = Space(named_classes(traced), options, limits, all_rules)
     return space, LoweredStep(step, traced, options.chip, MODEL)
 
 

@@ -1,5 +1,7 @@
 """The errors for limits and options of a search that are of a wrong type."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,10 @@ def step(w, x):
             r"`always='batch'` must be .*write `always=\(\"batch\",\)",
         ),
         ({"never": "batch"}, r"`never='batch'` must be .*write `never=\(\"batch\",\)"),
+        ({"never": {"batch": 1, 5: 2}}, "`never=.* must be a tuple of names"),
+        ({"never": 5}, "`never=5` must be a tuple of names"),
+        ({"least": (("batch", 2.5),)}, "`least=.* must be a tuple of pairs"),
+        ({"least": (("batch", None),)}, "`least=.* must be a tuple of pairs"),
         ({"never": (5,)}, r"`never=\(5,\)` must be a tuple of names"),
         ({"least": 5}, r"`least=5` must be .*write `least=\(\(\"batch\", 8\),\)`"),
         ({"least": (("batch", "2"),)}, "`least=.* must be a tuple of pairs"),
@@ -44,8 +50,52 @@ def test_a_limit_of_a_wrong_type_is_named(limits, text):
 
 
 def test_free_bytes_may_be_a_number_of_numpy():
-    limits = Limits(free_bytes=np.prod((1024, 1024)))
+    limits = Limits(free_bytes=np.prod((1024, 1024)))  # pyright: ignore
     assert limits.free_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mlp", "vocab"],
+        {"vocab", "mlp"},
+        frozenset(("vocab", "mlp")),
+        {"mlp": 1, "vocab": 2}.keys(),
+        iter(("mlp", "vocab")),
+    ],
+)
+def test_names_come_in_any_collection(names):
+    limits = Limits(never=names)
+    assert limits == Limits(never=("mlp", "vocab"))
+    assert hash(limits) == hash(Limits(never=("mlp", "vocab")))
+
+
+def test_a_set_of_pairs_is_sorted():
+    pairs: Any = {("mlp", 4), ("batch", 2)}
+    assert Limits(least=pairs).least == (("batch", 2), ("mlp", 4))
+    axes: Any = {"fsdp", ("data", 2), ("tensor", None)}
+    assert Limits(axes=axes).wanted_axes == (
+        ("data", 2),
+        ("fsdp", None),
+        ("tensor", None),
+    )
+
+
+def test_a_whole_float_is_a_number_and_none_is_any_size():
+    least: Any = (("batch", 2.0),)
+    axes: Any = (("data", None), ("fsdp", 4.0))
+    limits = Limits(least=least, axes=axes)
+    assert str(limits.least) == "(('batch', 2),)"
+    assert limits.wanted_axes == (("data", None), ("fsdp", 4))
+
+
+def test_rules_of_a_search_come_in_any_iterable():
+    found = [
+        search(step, *ARGS, devices=8, chip="v5e", keep=3, effort="least", also=also)
+        for also in ([RULES], iter([RULES]), {5: RULES}.values())
+    ]
+    assert found[0] == found[1] == found[2]
+    assert search(step, *ARGS, devices=8, chip="v5e", effort="least", also=iter(()))
 
 
 @pytest.mark.parametrize(
