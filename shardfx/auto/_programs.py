@@ -53,14 +53,16 @@ from ._cost_terms import REDUCTIONS
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the computation and the memory of one device's program. It takes
-    `memory_bytes` if the step donates the arguments that it was jitted to donate, and
-    `least_bytes` if it donates every argument that it can. `notes` are those of its
-    work.
+    """The traffic, the computation and the memory of one device's program.
+    `least_seconds` is the part of `compute_seconds` that the kernels take whatever
+    their work: the sum of their least times. The program takes `memory_bytes` if the
+    step donates the arguments that it was jitted to donate, and `least_bytes` if it
+    donates every argument that it can. `notes` are those of its work.
     """
 
     sent: Traffic
     compute_seconds: float
+    least_seconds: float
     notes: tuple[str, ...]
     memory_bytes: int | float
     least_bytes: int | float
@@ -320,8 +322,9 @@ class LoweredStep:
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
         """The costs of `candidate` on a large mesh, from the programs that XLA makes
-        for smaller meshes. The costs are the traffic, the work, and the memory of one
-        device.
+        for smaller meshes. The costs are the traffic, the memory of one device, and its
+        computation: the least times of its kernels, which hardly depend on the mesh,
+        are extrapolated apart from the time of their work.
         """
         # By the sizes of the axes of a smaller mesh.
         costs: dict[tuple[int, ...], _ProgramCosts] = {}
@@ -334,8 +337,9 @@ class LoweredStep:
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
             """The numbers of a program that grow with a mesh, in the order of `numbers`."""
             of_mesh = costs[sizes]
+            busy_seconds = of_mesh.compute_seconds - of_mesh.least_seconds
             memory = (of_mesh.memory_bytes, of_mesh.least_bytes)
-            return np.array([of_mesh.compute_seconds, *memory])
+            return np.array([busy_seconds, of_mesh.least_seconds, *memory])
 
         # It calls `rows_on` for a small mesh first, and then for meshes of which one
         # axis is twice as large.
@@ -349,10 +353,11 @@ class LoweredStep:
             doublings = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
             growth = numbers_on(doubled) / np.where(first, first, 1)
             numbers = numbers * growth**doublings
-        compute_seconds, memory_bytes, least_bytes = numbers.tolist()
+        busy_seconds, least_seconds, memory_bytes, least_bytes = numbers.tolist()
         return _ProgramCosts(
             sent=sent,
-            compute_seconds=compute_seconds,
+            compute_seconds=busy_seconds + least_seconds,
+            least_seconds=least_seconds,
             notes=costs[sizes].notes,
             memory_bytes=memory_bytes,
             least_bytes=least_bytes,
@@ -397,11 +402,15 @@ class LoweredStep:
         if self.platform == "tpu":
             kernels = kernels_of(partitioned, self.chip.tile)
             compute_seconds = kernel_seconds(kernels, self.chip, self.model.memory)
+            idle = [kernel._replace(flops=0.0, bytes=0.0) for kernel in kernels]
+            least_seconds = kernel_seconds(idle, self.chip, self.model.memory)
         else:
+            least_seconds = 0.0
             compute_seconds = work_seconds(work, self.chip, self.model)
         return _ProgramCosts(
             sent=read(module, mesh, self.leaves),
             compute_seconds=compute_seconds,
+            least_seconds=least_seconds,
             notes=work.notes,
             memory_bytes=memory_bytes,
             least_bytes=least_bytes,

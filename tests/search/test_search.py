@@ -172,6 +172,14 @@ def test_above_what_xla_can_partition_candidates_say_so():
     assert [candidate.seconds for candidate in candidates] == expected
 
 
+def test_kernels_take_their_least_time_on_a_large_mesh():
+    """Work halves with each doubling of the mesh; the least times of kernels do not."""
+    model = mlp_step(256, 1024, 2**17)
+    for devices in (4096, 65536):
+        (best,) = search(*model, devices=devices, chip="v5p", keep=1, effort="least")
+        assert 3e-6 < best.compute_seconds < 2e-5
+
+
 def test_what_is_not_understood_is_noted():
     def step(p, x, n):
         y = jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ p), x)
