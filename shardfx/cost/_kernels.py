@@ -175,8 +175,12 @@ class _Fusions:
         """The names of an instruction's operands, without constants. In the place of a
         broadcast is its operand.
         """
+        return self._without_constants(instruction.operands)
+
+    def _without_constants(self, names: Sequence[str]) -> list[str]:
+        """The operands `names` of an instruction, as `_operands` returns them."""
         operands: dict[str, None] = {}
-        for operand in instruction.operands:
+        for operand in names:
             while self.computation[operand].opcode == _BROADCAST:
                 (operand,) = self.computation[operand].operands
             if self.computation[operand].opcode not in opcodes.CONSTANTS:
@@ -280,11 +284,11 @@ class _Fusions:
         written_bytes = []
         for name in self.fusions[fusion]:
             instruction = self.computation[name]
-            operands = self._operands(instruction)
+            operands = instruction.operands
             if instruction.opcode == "dynamic-update-slice":
                 # It writes into its first operand, in place.
                 operands = operands[1:]
-            read |= dict.fromkeys(operands)
+            read |= dict.fromkeys(self._without_constants(operands))
             is_result = self.computation[name] is self.root
             if is_result or not names.issuperset(self.readers[name]):
                 written_bytes.append(self._written_bytes(instruction))

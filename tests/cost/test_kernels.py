@@ -96,3 +96,20 @@ def test_a_kernel_takes_its_least_time_and_the_longer_of_two():
     seconds = kernel_seconds([elementwise], V5E, 0.5)
     assert seconds == pytest.approx(1.2e-6 + 4 * 4 * 64 * 256 / 819e9)
     assert kernel_seconds([elementwise] * 3, V5E, 0.5) == pytest.approx(3 * seconds)
+
+
+def test_an_update_is_read_in_a_buffer_of_constants_too():
+    update = jax.ShapeDtypeStruct((16, 256), "float32")
+
+    def updated(buffer, update):
+        return jax.lax.dynamic_update_slice(buffer, jnp.tanh(update), (0, 0))
+
+    def of_zeros(update):
+        return jnp.tanh(
+            jax.lax.dynamic_update_slice(jnp.zeros(X.shape), update, (8, 0))
+        )
+
+    (kernel,) = kernels(updated, X, update)
+    assert kernel.bytes == 2 * 4 * 16 * 256
+    (kernel,) = kernels(of_zeros, update)
+    assert kernel.bytes == 4 * 16 * 256 + 4 * 64 * 256
