@@ -97,7 +97,8 @@ def name_axes(step: object, *args: PyTree) -> NamedAxes:
     **Arguments:**
 
     - `step`: the function that is jitted: a forward pass or a whole training step; or
-      what `.trace` of the jitted function returned, alone.
+      what the `.trace` of `jax.jit` or of [`shardfx.filter_jit`][] returned, alone.
+      The trace of `flax.nnx.jit` is refused.
     - `args`: its arguments: arrays or `jax.ShapeDtypeStruct`s, in any trees.
 
     **Returns:**
