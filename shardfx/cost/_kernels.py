@@ -22,6 +22,7 @@ from .. import chips
 from .._ground import opcodes
 from .._step import HloModule, Instruction, Tile, array_of, arrays_in, padded, root_of
 from ._runs import runs_of
+from ._windows import Window, windows_of
 from ._work import MOVED_OPERANDS, flops_of
 
 
@@ -63,12 +64,14 @@ class Kernel(NamedTuple):
     - `flops`, `bytes`: the floating-point operations of its product, and the bytes that
       it reads and writes, of one run and with padding.
     - `has_product`: whether a matrix product or a convolution is in it.
+    - `permutes`: the number of permutes that it waits for, one after the other.
     """
 
     runs: int
     flops: float
     bytes: float
     has_product: bool
+    permutes: int = 0
 
 
 def kernel_seconds(
@@ -89,7 +92,8 @@ def kernel_seconds(
             kernel.flops / flops_per_second, kernel.bytes / bytes_per_second
         )
         least_seconds = _PRODUCT_SECONDS if kernel.has_product else _KERNEL_SECONDS
-        seconds.append(kernel.runs * (least_seconds + busy_seconds))
+        permute_seconds = kernel.permutes * float(chip.hop_seconds)
+        seconds.append(kernel.runs * (least_seconds + permute_seconds + busy_seconds))
     return math.fsum(seconds)
 
 
@@ -130,6 +134,7 @@ class _Fusions:
         self.tile = tile
         self.is_loop_body = is_loop_body
         self.root = root_of(computation)
+        self.windows = windows_of(computation)
         self.readers: dict[str, list[str]] = {name: [] for name in computation}
         self.depths: dict[str, int] = {}
         self.parents: dict[str, str] = {}
@@ -209,6 +214,9 @@ class _Fusions:
                 kernels.append(Kernel(count, 0.0, self._bytes_alone(name), False))
             if instruction.opcode not in opcodes.PRODUCTS:
                 continue
+            if name in self.windows:
+                kernels.append(self._loop(name, self.windows[name], count))
+                continue
             fusion = self._fusion_after(name)
             read_bytes = math.fsum(self._operand_bytes(name))
             if fusion is None or fusion in fused_with_products:
@@ -226,6 +234,34 @@ class _Fusions:
                 moved_bytes = self._bytes_of_fusion(fusion, product=None)
                 kernels.append(Kernel(count, 0.0, moved_bytes, False))
         return kernels
+
+    def _loop(self, product: str, window: Window, count: int) -> Kernel:
+        """The kernel of one step of a loop that computes a product in pieces, if its
+        computation runs `count` times.
+        """
+        steps = window.steps
+        piece_columns = _rounded_up(window.piece_size, _UNIT)
+        all_columns = _rounded_up(window.pieces * window.piece_size, _UNIT)
+        padding = window.pieces * piece_columns / all_columns
+        flops = padding * _padded_flops(self.computation, self.computation[product])
+        operand_bytes = list(self._operand_bytes(product))
+        result_bytes = self._bytes(product)
+        if window.is_contracted:
+            # Each step adds to the whole result.
+            moved_bytes = math.fsum(operand_bytes) / steps + 2 * result_bytes
+        else:
+            # Each step reads the other operand, and writes a piece of the result
+            # beside what it computes.
+            divided_bytes = operand_bytes[window.operand] + 2 * result_bytes
+            whole_bytes = math.fsum(operand_bytes) - operand_bytes[window.operand]
+            moved_bytes = divided_bytes / steps + whole_bytes
+        return Kernel(
+            runs=count * steps,
+            flops=flops / steps,
+            bytes=moved_bytes,
+            has_product=True,
+            permutes=1,
+        )
 
     def _moved_to_batch(self, product: str) -> tuple[str, ...]:
         """The two arrays of a convolution that have images, if libtpu moves parts of

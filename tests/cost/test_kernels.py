@@ -113,3 +113,60 @@ def test_an_update_is_read_in_a_buffer_of_constants_too():
     assert kernel.bytes == 2 * 4 * 16 * 256
     (kernel,) = kernels(of_zeros, update)
     assert kernel.bytes == 4 * 16 * 256 + 4 * 64 * 256
+
+
+def loops(w_dims, x_rows=16384):
+    """The kernels of the loops in `x @ w` over 8 devices, each of which has an eighth
+    of the rows of `x`.
+    """
+    x = jax.ShapeDtypeStruct((x_rows, 1024), "bfloat16")
+    w = jax.ShapeDtypeStruct((1024, 512), "bfloat16")
+    dims = [(("data",), ()), w_dims]
+    found = kernels(jnp.dot, x, w, mesh={"data": 8}, dims=dims)
+    return [kernel for kernel in found if kernel.permutes]
+
+
+def test_a_product_of_a_gathered_operand_is_a_loop():
+    # Each step adds the product of two pieces of the operands to the whole result.
+    (summed,) = loops((("data",), ()))
+    operands = 2 * (2048 * 1024 + 1024 * 512)
+    assert summed.runs == 4 and summed.has_product
+    assert summed.flops == 2 * 2048 * 1024 * 512 / 4
+    assert summed.bytes == operands / 4 + 2 * 2 * 2048 * 512
+    # 64 columns of a piece are padded to 128. Each step reads all rows.
+    (pieces,) = loops(((), ("data",)))
+    assert pieces.runs == 4
+    assert pieces.flops == 2 * 2 * 2048 * 1024 * 512 / 4
+    assert pieces.bytes == (2 * 1024 * 512 + 4 * 2048 * 512) / 4 + 2 * 2048 * 1024
+    # Nothing is gathered, or it takes longer than the product.
+    assert not loops(((), ()))
+    assert not loops((("data",), ()), x_rows=64)
+
+
+def test_an_operand_that_is_read_twice_is_gathered_once():
+    def step(x, w):
+        return (x @ w) @ w
+
+    x = jax.ShapeDtypeStruct((16384, 512), "bfloat16")
+    w = jax.ShapeDtypeStruct((512, 512), "bfloat16")
+    dims = [(("data",), ()), (("data",), ())]
+    found = kernels(step, x, w, mesh={"data": 8}, dims=dims)
+    assert not any(kernel.permutes for kernel in found)
+
+
+def test_a_sum_of_which_each_device_keeps_a_slice_is_a_loop():
+    def step(x, w, y):
+        return w - (x.T @ y)
+
+    x = jax.ShapeDtypeStruct((16384, 1024), "bfloat16")
+    w = jax.ShapeDtypeStruct((1024, 512), "bfloat16")
+    y = jax.ShapeDtypeStruct((16384, 512), "bfloat16")
+    rows = (("data",), ())
+    found = kernels(step, x, w, y, mesh={"data": 8}, dims=[rows, rows, rows])
+    (loop,) = (kernel for kernel in found if kernel.permutes)
+    # Each step reads its pieces of the one operand, and the other operand.
+    assert loop.runs == 4
+    divided = 2 * 2048 * 1024 + 4 * 1024 * 512
+    assert loop.bytes == divided / 4 + 2 * 2048 * 512
+    seconds = kernel_seconds([loop], V5E, 0.8)
+    assert seconds > 4 * V5E.hop_seconds
