@@ -72,8 +72,9 @@ _DRAWN = 12
 # candidates for which other sizes are tried.
 _RESERVED_FOR_SIZES = 8
 _BEST_WITH_OTHER_SIZES = 3
-# A constrained step must be this much faster to be preferred.
-_MOST_OF_UNCONSTRAINED = 0.99
+# A constrained step must be this much faster to be preferred: the order of two
+# programs whose estimates differ by less is not known.
+_MOST_OF_UNCONSTRAINED = 0.95
 _ADVICE_IF_NOTHING_FITS = "use more devices, a smaller batch, or remat"
 # The number of candidates behind those to return that libtpu is asked about.
 _BEHIND = 2
@@ -565,7 +566,7 @@ def _program_counts(size: int, devices: int) -> _ProgramCounts:
 
 def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
     """`candidate`, or the same with the step's intermediate values constrained.
-    Constraints must make the step faster by a hundredth, or make it fit in memory.
+    Constraints must make the step faster by a twentieth, or make it fit in memory.
     """
     try:
         constrained = lowered.partitioned(candidate, constrained=True)
