@@ -97,6 +97,12 @@ def sum_of(text: str) -> Sum:
             )
         if term["name"]:
             factor = int(term["factor"] or 1)
+            # A path that does not change with its placeholder can be counted forever.
+            if not factor:
+                raise MapError(
+                    f"`{{{text}}}` multiplies `{term['name']}` by 0, so that it names"
+                    " one path for all numbers; leave the term out."
+                )
             terms.append((factor, term["name"]))
         else:
             constant += int(term["number"])

@@ -513,3 +513,14 @@ def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
         match=r"in 1 place; .*(?s:.)*or give a count: `.stack\('i', count=...\)`",
     ):
         TreeMap({"w": From("l").at("i").stack("i")}).apply({"l": rows})
+
+
+@pytest.mark.parametrize("braces", ["0*i", "00 * i", "0*i+j", "i+0*i+1"])
+def test_a_factor_of_0_is_refused_and_not_counted(braces):
+    path = "l/{" + braces + "}/w"
+    arrays = {"l/0/w": np.ones(3)}
+    with pytest.raises(MapError, match="multiplies `i` by 0, so that it names one pat"):
+        TreeMap({"w": From(path).stack("i")}).apply(arrays)
+    text = TreeMap({"w": From("l/{3*i}/w").stack("i")}).to_json()
+    with pytest.raises(MapError, match="multiplies `i` by 0"):
+        TreeMap.from_json(text.replace("3*i", braces)).apply(arrays)
