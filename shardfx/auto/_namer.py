@@ -205,6 +205,9 @@ class _Namer:
             places, key=lambda place: (len(self.dims_without_layers(place)), -place.dim)
         )
         dims = self.dims_without_layers(most_dims)
+        # A part of a dimension of the data may be scanned as layers are.
+        if most_dims.dim not in dims:
+            return ""
         position = dims.index(most_dims.dim)
         if position == 0:  # a batch in this array alone
             return ""

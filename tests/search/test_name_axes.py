@@ -574,3 +574,17 @@ def test_operations_name_dimensions_whatever_their_sizes(sizes):
     for path, names in named.items():
         actual[path] = without_units(names)
     assert actual == expected
+
+
+def test_data_of_which_a_part_is_scanned_with_the_layers():
+    def step(w, x):
+        blocks = x.reshape(16, 4, 6).transpose(1, 0, 2)
+
+        def layer(carry, inputs):
+            weight, block = inputs
+            return jnp.tanh(carry @ weight), jnp.sum(block)
+
+        return jax.lax.scan(layer, jnp.ones((2, 8)), (w, blocks))
+
+    found = name_axes(step, f32(4, 8, 8), f32(16, 24))
+    assert found["layers"].size == 4
