@@ -92,7 +92,7 @@ def address_of(where: Where) -> Address | str:
         return text
     scheme, _, after_scheme = text.partition("://")
     if scheme.lower() == "file":
-        return urllib.parse.unquote(after_scheme)
+        return _path_of_file_url(text, after_scheme)
     if scheme.lower() not in DRIVERS:
         raise CheckpointError(
             f"{_without_secrets(text)!r} is an address of the kind `{scheme}`, and"
@@ -102,6 +102,21 @@ def address_of(where: Where) -> Address | str:
             ' "path": "path"}`; copy it to one of them, or mount it.'
         )
     return _address_of_url(text, DRIVERS[scheme.lower()], after_scheme)
+
+
+def _path_of_file_url(text: str, after_scheme: str) -> str:
+    """The path of a URL such as `file:///run/step-1`. `text` is the URL, and
+    `after_scheme` what follows `://`. Raises `CheckpointError` for another host.
+    """
+    authority, slash, path = after_scheme.partition("/")
+    _, _, host = authority.rpartition("@")
+    if host.lower() not in ("", "localhost"):
+        raise CheckpointError(
+            f"{_without_secrets(text)!r} names the host {quoted(host)}, and files are"
+            " read from and saved to this machine's file system; write"
+            " `file:///path` with three slashes, or the path alone."
+        )
+    return urllib.parse.unquote(slash + path)
 
 
 def _address_of_url(text: str, driver: str, after_scheme: str) -> Address:

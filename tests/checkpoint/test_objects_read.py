@@ -520,3 +520,16 @@ def test_planned_reads_of_many_arrays_are_those_of_a_load(behind_proxy, mesh, sp
     assert process.reads == len(lengths) == 2
     assert process.read_bytes == sum(lengths)
     assert process.needed_bytes == 120 * small.nbytes
+
+
+def test_the_host_of_a_files_url_is_this_machine(mesh, tmp_path):
+    tensors = arrays(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    made = planned(checkpoint.read_index(tmp_path), mesh, P())
+    require_equal(checkpoint.load(f"file://localhost{tmp_path}", made), tensors)
+    for place in (f"file://other{tmp_path}", "file://run/step-1"):
+        host = place[7:].partition("/")[0]
+        with pytest.raises(
+            CheckpointError, match=f"names the host '{host}', and files"
+        ):
+            checkpoint.load(place, made)
