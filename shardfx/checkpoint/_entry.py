@@ -177,6 +177,8 @@ def may_change(stored: Any, to: Any) -> bool:
         # A floating-point dtype has all integers up to this one.
         exact_most = 2 ** (jnp.finfo(to).nmant + 1)
         return max(-least, most) > exact_most
+    if jnp.issubdtype(stored, jnp.complexfloating):
+        return not jnp.issubdtype(to, jnp.complexfloating)
     return bool(
         jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer)
     )

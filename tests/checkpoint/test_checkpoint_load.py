@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint import _flight as flights
+from shardfx.checkpoint._entry import may_change
 from shardfx.errors import CheckpointError, LeafTypeError, PlanMismatchError
 
 
@@ -525,3 +526,10 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     loaded = checkpoint.load(tmp_path, plan_of_all.select("layers/1"))
     assert loaded["head"] is None
     assert loaded["layers"][1]["w"].shape == (8,)
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "int8", "bool"])
+def test_a_cast_may_drop_an_imaginary_part(to):
+    assert may_change(jnp.dtype("complex64"), jnp.dtype(to))
+    assert not may_change(jnp.dtype(to), jnp.dtype("complex64"))
+    assert not may_change(jnp.dtype("complex128"), jnp.dtype("complex64"))
