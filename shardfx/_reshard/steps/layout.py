@@ -100,11 +100,14 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
         common = [device for device in like.order if device in position_of]
         device_positions = np.asarray([position_of[device] for device in common])
     if not layout.size == like.size == len(device_positions):
+        common_text = ""
+        # Without the devices of both meshes nobody knows those in both.
+        if layout.order is not None and like.order is not None:
+            common_text = f", and {len(device_positions)} are in both"
         raise MeshError(
             f"the meshes of a move must have the same devices, but one has {like.size}"
             f" (axis sizes {like.sizes}) and the other {layout.size} (axis sizes"
-            f" {layout.sizes}), and {len(device_positions)} are in both; move between"
-            " device sets outside of `jit`."
+            f" {layout.sizes}){common_text}; move between device sets outside of `jit`."
         )
     return device_positions
 
