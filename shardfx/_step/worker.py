@@ -214,8 +214,8 @@ def _compile(
             module, xla_client.DeviceList(tuple(client.devices())), options
         )
         os.write(error_pipe, b"XLA compiled the program without its partitioner")
-    # XLA's errors are RuntimeErrors.
-    except (RuntimeError, ValueError, TypeError, OSError) as error:
+    # XLA's errors are RuntimeErrors; an unknown option is an AttributeError.
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
         os.write(error_pipe, str(error).encode()[:60_000])
     finally:
         os._exit(0)

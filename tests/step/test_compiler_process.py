@@ -2,7 +2,9 @@
 
 import pytest
 
+from shardfx._step.partitioner import partitioned
 from shardfx._step.process import Worker
+from shardfx.errors import ProgramError
 
 
 ANSWERS = ["{}", "[]", '{"sizes": 3, "error": ""}', '{"sizes": [9], "error": ""}', ""]
@@ -46,3 +48,8 @@ def test_the_folder_of_a_process_that_is_gone_is_removed(tmp_path):
     assert "BrokenPipeError" in error
     assert not worker.is_alive
     assert not folder.exists()
+
+
+def test_an_option_that_xla_lacks_is_named():
+    with pytest.raises(ProgramError, match="xla_no_such_option"):
+        partitioned(b"", devices=2, options={"xla_no_such_option": "1"})
