@@ -84,7 +84,8 @@ def default_submesh(
     if not candidates:
         raise MeshError(
             f"no box of {num_partitions} devices divides the {device_kind} hardware of"
-            f" bounds {bounds}; {_fix_of_count(num_partitions, bounds)}."
+            f" bounds {bounds};"
+            f" {_fix_of_count(num_partitions, bounds, '`num_partitions`')}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds))
 
@@ -335,20 +336,22 @@ def _check_divides(
         for dim, (bound, size) in enumerate(zip(bounds, sizes, strict=True)):
             if bound % size == 0:
                 continue
+            argument = f"a `{name}` with a number of devices"
             raise MeshError(
                 f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim"
                 f" {dim} of size {bound} is no multiple of {size};"
-                f" {_fix_of_count(math.prod(sizes), bounds)}."
+                f" {_fix_of_count(math.prod(sizes), bounds, argument)}."
             )
 
 
-def _fix_of_count(count: int, bounds: tuple[int, ...]) -> str:
+def _fix_of_count(count: int, bounds: tuple[int, ...], argument: str) -> str:
     """What an error says to write: the boxes of `count` devices that divide `bounds`,
-    or, without any, the counts that have boxes.
+    or, without any, the counts that have boxes. `argument` names the argument that the
+    caller gave, to which a count belongs.
     """
     fitting = feasible_submeshes(count, bounds)
     if fitting:
         return f"boxes of {count} devices that fit are {[*fitting]}"
     counts = divisors(math.prod(bounds))
     with_boxes = [number for number in counts if feasible_submeshes(number, bounds)]
-    return f"use `num_partitions` out of {with_boxes}"
+    return f"use {argument} out of {with_boxes}"

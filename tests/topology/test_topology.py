@@ -154,7 +154,7 @@ OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
         (
             SUBMESH,
             [TORUS, HOST, (3, 1, 1, 2)],
-            r"no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]",
+            r"no multiple of 3; use a `submesh` with a .* \[1, 2, 4, 8, 16, 32\]",
         ),
         (
             SUBMESH,
@@ -169,7 +169,7 @@ OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
         (
             SUBMESH,
             [TORUS, (3, 2, 1, 2), (1, 1, 1, 2)],
-            r"`host_bounds` \(3, 2, 1, 2\) does not divide",
+            r"`host_bounds` \(3, 2, 1, 2\) does not divide .*use a `host_bounds` with",
         ),
         (
             SUBMESH,
