@@ -324,7 +324,11 @@ def _listed(donate: object) -> tuple[Any, ...]:
     """
     entries: Iterable[object] = (donate,)
     if isinstance(donate, Iterable) and not isinstance(donate, str):
-        entries = donate
+        try:
+            entries = tuple(donate)
+        except TypeError:
+            # An array without dimensions has the method of iterables, and refuses.
+            entries = (donate,)
     listed = []
     for entry in entries:
         position = whole_number(entry)

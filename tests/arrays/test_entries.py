@@ -172,15 +172,16 @@ def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
     assert sharding == plans[0].shardings["w"]
 
 
-@pytest.mark.parametrize("donate", [None, 1.5, [None], [1.5], [[0]]])
+@pytest.mark.parametrize("donate", [None, 1.5, [None], [1.5], [[0]], np.array(0.5)])
 def test_what_is_no_name_and_no_position_is_not_donated(donate):
     with pytest.raises(ValueError, match="`donate` names .*no positional parameter"):
         sfx.filter_jit(lambda a, b: a @ b, donate=donate)
 
 
-def test_a_numpy_integer_is_a_position_to_donate():
+@pytest.mark.parametrize("position", [np.int64(0), np.array(0), jnp.array(0)])
+def test_an_integer_of_numpy_or_jax_is_a_position_to_donate(position):
     x = jnp.ones((4, 4))
-    sfx.filter_jit(lambda a, b: a + b, donate=np.int64(0))(x, jnp.ones((4, 4)))
+    sfx.filter_jit(lambda a, b: a + b, donate=position)(x, jnp.ones((4, 4)))
     assert x.is_deleted()
 
 
