@@ -6,6 +6,7 @@ Dimensions that must be sharded alike are a logical axis, and get one name.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jaxtyping import PyTree
@@ -61,6 +62,14 @@ class NamedAxes:
                 return axis
         axis_names = ", ".join(axis.name for axis in self.axes)
         raise KeyError(f"no axis is called {name!r}; there are {axis_names}.")
+
+    def __contains__(self, name: object) -> bool:
+        return any(axis.name == name for axis in self.axes)
+
+    if not TYPE_CHECKING:
+        # Without this, `__getitem__` would make it iterable by numbers. The axes are in
+        # `axes`, and there are names for each argument in `names`.
+        __iter__ = None
 
     def __str__(self) -> str:
         rows = [("axis", "size", "where", "tied by")]

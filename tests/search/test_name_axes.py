@@ -588,3 +588,11 @@ def test_data_of_which_a_part_is_scanned_with_the_layers():
 
     found = name_axes(step, f32(4, 8, 8), f32(16, 24))
     assert found["layers"].size == 4
+
+
+def test_a_name_is_in_the_axes_and_they_are_not_listed_by_number():
+    found = name_axes(*mlp())
+    assert all(axis.name in found for axis in found.axes)
+    assert "no such name" not in found and 0 not in found
+    with pytest.raises(TypeError, match="not iterable"):
+        list(found)  # pyright: ignore
