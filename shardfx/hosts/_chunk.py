@@ -393,7 +393,8 @@ def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
     """
     if isinstance(axes, set | frozenset):
         raise MeshError(
-            f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple."
+            f"mesh axes {sorted(axes, key=str)} came in a set, which has no order; pass"
+            " a tuple."
         )
     check_type(
         what="grid",

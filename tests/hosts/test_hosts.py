@@ -195,6 +195,10 @@ def test_answers_are_plain_python_values():
             r"\['data'\] came in a set, which has no order; pass a tuple",
         ),
         (
+            lambda: hosts.shard_id({"data", 3}, GRID, 0),  # pyright: ignore
+            r"\[3, 'data'\] came in a set",
+        ),
+        (
             lambda: hosts.shard_id("zz", GRID, 0),
             r"no axis 'zz', but \('replica', 'data', 'model'\); use one of those",
         ),
