@@ -277,7 +277,7 @@ def rates_of(
     parts = chip.devices_per_chip
     flops = float(chip.flops("bfloat16"))
     hbm = float(chip.hbm_bytes_per_second)
-    dcn = max(float(chip.dcn_bytes_per_second), 1.0)
+    dcn = float(chip.dcn_bytes_per_second)
     numbers = {
         "flops": flops / parts * model.compute,
         "hbm": hbm / parts * model.memory,

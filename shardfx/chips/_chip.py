@@ -80,6 +80,8 @@ class Chip:
             "hbm_bytes",
             "usable_hbm_bytes",
             "hbm_bytes_per_second",
+            "link_bytes_per_second",
+            "dcn_bytes_per_second",
             "island_chips",
             "devices_per_chip",
         ):

@@ -216,3 +216,10 @@ def test_the_slice_of_so_many_devices():
     extents = _chip.extents_of(chips.find("v5p"), 64)
     assert extents == (4, 4, 4)
     assert _chip.extents_of(chips.find("h100"), 64) == (64,)
+
+
+@pytest.mark.parametrize("name", ["hbm", "link", "dcn"])
+def test_a_bandwidth_is_more_than_0(name):
+    field = f"{name}_bytes_per_second"
+    with pytest.raises(ChipError, match=f"`{field}` must be more than 0, not 0"):
+        dataclasses.replace(chips.find("v5p"), **{field: 0})
