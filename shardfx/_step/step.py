@@ -395,7 +395,7 @@ def platform_of(compiler: Platform | str) -> Platform:
     """The platform with the name `compiler`; "tpu" for the name of a slice, such as
     "tpu:v5p:4x4x4". Raises `MeshError` for an unknown name.
     """
-    name = compiler.partition(":")[0]
+    name = str(compiler).partition(":")[0]
     for platform in COMPILERS:
         if platform == name:
             return platform

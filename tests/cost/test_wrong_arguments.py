@@ -12,6 +12,7 @@ from shardfx.cost import (
     Traffic,
     compare,
     compile_for,
+    estimate,
     fit,
     policy,
     seconds,
@@ -59,6 +60,11 @@ def kept(w):
             lambda: seconds(SENT, "v5p", MESH, slice=(2, 2, 2)),  # pyright: ignore
             MeshError,
             r"`slice=\(2, 2, 2\)` must have 3 extents .* as in '2x2x2'",
+        ),
+        (
+            lambda: estimate(jnp.sin, ROWS, compiler=5),  # pyright: ignore
+            MeshError,
+            "there is no compiler 5; `compiler` is one of tpu, gpu, cpu",
         ),
         (
             lambda: compare(jnp.sin, SENT),  # pyright: ignore[reportArgumentType]
