@@ -8,7 +8,6 @@ whether shards on CPU devices may be copied in host memory, which these devices 
 
 import contextlib
 import dataclasses
-import functools as ft
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +23,12 @@ from .._convert import TreeMap, number_copies
 from .._ground.boxes import volume
 from .._ground.errors import (
     LeafTypeError,
-    MapError,
     MeshError,
     MoveError,
     PlanMismatchError,
     check_type,
 )
 from .._ground.misuse import called
-from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
@@ -39,6 +36,7 @@ from .movable import LEAF_ERRORS, naming, require_movable, require_reduced, with
 from .move import Move, balanced, move_of
 from .pieces.assembly import Assembly, MovedLeaf
 from .pieces.planning import TargetArray, target_arrays
+from .same_map import processes_of, require_same_map
 from .shardings import has_devices, is_array, named
 from .traced import move_traced_leaves
 
@@ -325,7 +323,13 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
     is no iterable of devices.
     """
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
-    check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
+    check_type(
+        what="lost",
+        value=lost,
+        expected=Iterable,
+        error=LeafTypeError,
+        fix=fix.removesuffix("."),
+    )
     devices = tuple(lost)
     for device in devices:
         if not isinstance(device, jax.Device):
@@ -388,9 +392,6 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
     return limit_bytes
 
 
-_WAIT_SECONDS = 60
-
-
 def job_of(
     rows: Sequence[tuple[int, Any, Sharding | None]],
     path_of: Callable[[int], str],
@@ -405,7 +406,15 @@ def job_of(
     CPU devices may be copied in host memory, which these devices share.
     """
     moves: dict[object, Move] = {}
-    job = Job(path_of, {}, [], [], {}, set(), copies)
+    job = Job(
+        path_of=path_of,
+        moves={},
+        placements=[],
+        assemblies=[],
+        arrays={},
+        kept=set(),
+        copies=copies,
+    )
     for number, leaf, target in rows:
         if target is None or not is_array(leaf):
             job.kept.add(id(leaf))
@@ -447,7 +456,14 @@ def _move(
     read, and `copies` says whether shards on CPU devices may be copied in host memory.
     Raises `MeshError` if some elements are on lost devices only.
     """
-    move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
+    move = move_of(
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        src=leaf.sharding,
+        dst=target,
+        lost=lost,
+        copies=copies,
+    )
     if move.assembly is not None and move.assembly.parts.missing:
         missing = move.assembly.parts.missing
         first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
@@ -509,7 +525,7 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
         with naming(str, leaf.path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
-        require_same_map(map, _processes([*sources, *targets]))
+        require_same_map(map, processes_of([*sources, *targets]))
     # Python numbers among the leaves, by path. They have no shards: the map only says
     # which of them go where.
     pairs = zip(flat.paths, flat.leaves, strict=True)
@@ -519,7 +535,13 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
         leaf.path: leaf.position for leaf in target.others if leaf.is_number
     }
     copied_numbers = number_copies(map.steps, python_numbers, target_positions)
-    plans = target_arrays(map, tuple(sources), tuple(targets), copies, copied_numbers)
+    plans = target_arrays(
+        tree_map=map,
+        sources=tuple(sources),
+        targets=tuple(targets),
+        may_copy_on_host=copies,
+        numbers=copied_numbers,
+    )
     numbers_by_position = {
         target_positions[target_path]: python_numbers[source_path]
         for target_path, source_path in copied_numbers.routes
@@ -535,42 +557,3 @@ def _moved_leaf(path: str, leaf: Any) -> MovedLeaf:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         sharding = leaf.sharding
     return MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding)
-
-
-def _processes(leaves: Iterable[MovedLeaf]) -> tuple[int, ...]:
-    """The processes whose devices hold some of the arrays."""
-    shardings = {leaf.sharding for leaf in leaves}
-    processes: set[int] = set()
-    for sharding in shardings:
-        if sharding is not None:
-            processes |= {device.process_index for device in sharding.device_set}
-    return tuple(sorted(processes))
-
-
-@ft.lru_cache(maxsize=64)
-def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises `MapError` unless all of `processes`, which move a tree together, have the
-    same map. They compare it through JAX's coordination service, if there is one. A
-    process that waits too long for the others raises it too.
-    """
-    client = coordination()
-    me = jax.process_index()
-    if client is None or me not in processes:
-        return
-    name = f"shardfx.maps/{'-'.join(str(process) for process in processes)}"
-    # The digest of each process's map, and the late processes: "processes 1, 3" or "".
-    digests, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
-    if late:
-        raise MapError(
-            f"the processes {list(processes)} compare a map before they first move by"
-            f" it, and {late} did not come within {_WAIT_SECONDS} s; call `reshard`"
-            " with this map on all of them. Nothing was moved."
-        )
-    for process, digest in digests.items():
-        if digest == map.digest:
-            continue
-        raise MapError(
-            f"process {me} and process {process} move by different maps; make the map"
-            " from the same numbers on every process: `hosts.assert_same_plan(map)`"
-            " says where they differ. Nothing was moved."
-        )

@@ -3,7 +3,7 @@
 import collections
 import functools as ft
 import itertools as it
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from .movable import leaf_name, naming
 from .move import Move, balanced, move_of, shares_memory, spread_of
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan
-from .pieces.planning import target_arrays
+from .pieces.planning import TargetArray, target_arrays
 from .pieces.shard_part import Links
 from .reshard_plan import LeafMove, ReshardPlan
 from .shardings import in_host_memory
@@ -169,7 +169,13 @@ def _moves_by_map(
     # The costs are those of `arrays`, for devices with separate memories. `live_arrays`
     # say whether `reshard` copies instead.
     arrays, live_arrays = [
-        target_arrays(map, tuple(source_leaves), tuple(target_leaves), copies, numbers)
+        target_arrays(
+            tree_map=map,
+            sources=tuple(source_leaves),
+            targets=tuple(target_leaves),
+            may_copy_on_host=copies,
+            numbers=numbers,
+        )
         for copies in (False, True)
     ]
     unassembled = [array for array in arrays if array.assembly is None]
@@ -199,10 +205,7 @@ def _moves_by_map(
             src = leaf.sharding
             if array.sources:
                 src = source_by_path[array.sources[0]].sharding
-            source_bytes = 0
-            for source_path in array.sources:
-                if last_reader[source_path] == leaf.path:
-                    source_bytes += _shard_bytes(source_by_path[source_path])
+            source_bytes = _last_read_bytes(array, source_by_path, last_reader)
             costs = {
                 "src": src,
                 "dst": array.assembly.target,
@@ -220,6 +223,21 @@ def _moves_by_map(
             made_of=array.sources,
             **costs,
         )
+
+
+def _last_read_bytes(
+    array: TargetArray,
+    source_by_path: Mapping[str, MovedLeaf],
+    last_reader: Mapping[str, str],
+) -> int:
+    """The bytes of one shard of each source that no array reads after `array`.
+    `last_reader` has the path of the last array that reads each source.
+    """
+    nbytes = 0
+    for path in array.sources:
+        if last_reader[path] == array.leaf.path:
+            nbytes += _shard_bytes(source_by_path[path])
+    return nbytes
 
 
 def _shard_bytes(leaf: MovedLeaf) -> int:

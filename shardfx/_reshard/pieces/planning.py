@@ -7,7 +7,7 @@ that they share. `lost` are devices whose shards are not to be read.
 
 import dataclasses
 import functools as ft
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,27 +29,23 @@ from ..._convert import (
     names_of,
     simplified,
 )
-from ..._ground.boxes import Box, first_holder_by_box, holders_by_box
+from ..._ground.boxes import Box, first_holder_by_box
 from ..._ground.errors import MeshError
 from ..._ground.keys import data_of
 from ..movable import naming, require_movable, require_reduced
-from ..shardings import divided_in_slices, has_devices, slices_of
+from ..shardings import divided_in_slices, slices_of
 from .assembly import (
     Assembly,
     MovedLeaf,
     ScaledArray,
     numbers_text,
-    shards_of,
     with_numbered_sources,
 )
 from .copies import HostCopies, host_copies, joint_copies
+from .devices import HOST, Devices, devices_of, shardings_of
 from .parts import ShardParts, Source, shard_parts
 from .relay import may_need_a_relay, with_relay
-from .shard_part import Block, ShardPart
-
-
-# The number that stands for the host, which holds NumPy arrays.
-_HOST = -1
+from .shard_part import ShardPart
 
 
 class TargetArray(NamedTuple):
@@ -92,7 +88,11 @@ def target_arrays(
             assembly = None
             if not is_unchanged:
                 assembly = _cached_assembly(
-                    leaf, target, leaf_sources, may_copy_on_host, cache
+                    leaf=leaf,
+                    target=target,
+                    sources=leaf_sources,
+                    may_copy_on_host=may_copy_on_host,
+                    cache=cache,
                 )
         arrays.append(TargetArray(leaf, source_paths, assembly))
     return tuple(arrays)
@@ -117,12 +117,7 @@ def _require_movable(leaf: MovedLeaf, sources: Sequence[MovedLeaf]) -> None:
     """
     assert leaf.sharding is not None
     require_movable(leaf.shape, leaf.dtype, leaf.sharding)
-    require_reduced(leaf.sharding, *_shardings(sources))
-
-
-def _shardings(leaves: Iterable[MovedLeaf]) -> list[Sharding]:
-    """The shardings of the arrays that are not NumPy arrays."""
-    return [leaf.sharding for leaf in leaves if leaf.sharding is not None]
+    require_reduced(leaf.sharding, *shardings_of(sources))
 
 
 def _unchanged(leaf: MovedLeaf) -> Made:
@@ -265,14 +260,21 @@ def _assembly_in(
     The last three arguments are those of `assembly_between`.
     """
     # The numbered devices, and which device sends which part of its shard to which.
-    devices = _devices_of(leaf, sources, lost)
+    devices = devices_of(leaf, sources, lost)
     parts = _parts(target, sources, devices, sent_before)
-    method = _method(leaf, target, sources, may_copy_on_host, parts, devices)
+    method = _method(
+        leaf=leaf,
+        target=target,
+        sources=sources,
+        may_copy_on_host=may_copy_on_host,
+        parts=parts,
+        devices=devices,
+    )
     scaled: dict[str, ScaledArray] = {}
     if method == "programs" and _has_scales(target):
         target, scaled = _with_products(target)
         sources = _scaled_sources(target, sources, scaled)
-        devices = _devices_of(leaf, sources, lost)
+        devices = devices_of(leaf, sources, lost)
         parts = _parts(target, sources, devices, sent_before)
 
     source_devices: dict[str, tuple[Any, ...]] = {}
@@ -304,109 +306,13 @@ def _has_scales(target: Made) -> bool:
     return any(piece.value.scale is not None for piece in target.pieces)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-    """The devices of an array and of its sources, each with a number.
-
-    In a mesh without devices, ids or positions stand for devices. A NumPy array has the
-    device `None`.
-
-    **Arguments:**
-
-    - `have_devices`: whether all shardings are on meshes with devices.
-    - `lost`: the lost devices.
-    - `target`, `sources`: by device, the boxes of the shards of the array, and of each
-      source by its path.
-    - `shard_shape`: the shape of one shard of the array.
-    - `source_shapes`: for each source, the shape and dtype of one shard.
-    - `all`: the devices, without lost devices that hold a source.
-    - `numbers`: the position of each device in `all`; `_HOST` for `None`.
-    """
-
-    have_devices: bool
-    lost: set[Any]
-    target: dict[Any, Box]
-    sources: dict[str, dict[Any, Box]]
-    shard_shape: tuple[int, ...]
-    source_shapes: dict[str, Block]
-    all: tuple[Any, ...]
-    numbers: dict[Any, int]
-
-    def remaining(self, shards: Iterable[Any]) -> tuple[Any, ...]:
-        """The devices in `shards`, without the host and the lost ones."""
-        return tuple(
-            device for device in shards if device is not None and device in self.numbers
-        )
-
-    def holders(self, path: str) -> dict[Box, list[int]]:
-        """The numbers of the devices that hold each box of the source `path`. Lost
-        devices are left out.
-        """
-        numbers_by_box: dict[Box, list[int]] = {}
-        for box, devices in holders_by_box(self.sources[path].items()).items():
-            numbers_by_box[box] = [
-                self.numbers[device] for device in devices if device not in self.lost
-            ]
-        return numbers_by_box
-
-
-def _devices_of(
-    leaf: MovedLeaf,
-    sources: Sequence[MovedLeaf],
-    lost: Sequence[object],
-) -> _Devices:
-    """Numbers the devices of `leaf` and of `sources`: those of the sources first, in
-    the order of each mesh. The host, which holds NumPy arrays, is `None` among devices.
-    """
-    have_devices = all(map(has_devices, _shardings([*sources, leaf])))
-
-    def key_of(device: Any) -> Any:
-        """The device, or the number that stands for it."""
-        if have_devices:
-            return device
-        # On an abstract mesh a device is its position.
-        return getattr(device, "id", device)
-
-    def by_key(boxes: dict[Any, Box]) -> dict[Any, Box]:
-        return {key_of(device): box for device, box in boxes.items()}
-
-    lost_keys = {key_of(device) for device in lost}
-    target_shards = shards_of(leaf)
-    target = by_key(target_shards.boxes)
-    source_shapes: dict[str, Block] = {}
-    source_shards: dict[str, dict[Any, Box]] = {}
-    devices: dict[Any, None] = {}
-    for source in sources:
-        shards = shards_of(source)
-        source_shapes[source.path] = Block(shards.shape, shards.dtype)
-        source_shards[source.path] = by_key(shards.boxes)
-        for device in source_shards[source.path]:
-            if device is not None and device not in lost_keys:
-                devices[device] = None
-    devices |= dict.fromkeys(target)
-
-    numbers: dict[Any, int] = {None: _HOST}
-    for number, device in enumerate(devices):
-        numbers[device] = number
-    return _Devices(
-        have_devices=have_devices,
-        lost=lost_keys,
-        target=target,
-        sources=source_shards,
-        shard_shape=target_shards.shape,
-        source_shapes=source_shapes,
-        all=tuple(devices),
-        numbers=numbers,
-    )
-
-
 def _method(
     leaf: MovedLeaf,
     target: Made,
     sources: Sequence[MovedLeaf],
     may_copy_on_host: bool,
     parts: ShardParts,
-    devices: _Devices,
+    devices: Devices,
 ) -> Literal["programs", "host"]:
     """Decides whether programs on devices or NumPy copies on the host assemble `leaf`.
     All processes decide alike. `target` has the pieces of the sources that fill the
@@ -418,11 +324,11 @@ def _method(
         return "programs" if sources else "host"
 
     all_devices = set[Any]()
-    for sharding in _shardings([*sources, leaf]):
+    for sharding in shardings_of([*sources, leaf]):
         all_devices |= sharding.device_set
     platforms = {device.platform for device in all_devices}
     processes = {device.process_index for device in all_devices}
-    source_shardings = _shardings(sources)
+    source_shardings = shardings_of(sources)
     has_numpy_sources = len(source_shardings) < len(sources)
     is_empty = 0 in target.shape
     has_program = (
@@ -446,11 +352,11 @@ def _method(
     )
 
 
-def _travels(parts: ShardParts, devices: _Devices) -> bool:
+def _travels(parts: ShardParts, devices: Devices) -> bool:
     """Whether a process needs elements that another process holds."""
     processes = [device.process_index for device in devices.all]
     for sender, receiver in parts.links:
-        if sender != _HOST and processes[sender] != processes[receiver]:
+        if sender != HOST and processes[sender] != processes[receiver]:
             return True
     return False
 
@@ -458,7 +364,7 @@ def _travels(parts: ShardParts, devices: _Devices) -> bool:
 def _parts(
     target: Made,
     sources: Sequence[MovedLeaf],
-    devices: _Devices,
+    devices: Devices,
     sent_before: tuple[tuple[int, int], ...],
 ) -> ShardParts:
     """The parts of the shards of `sources` that fill the array `target`, each with its
@@ -501,7 +407,7 @@ def _groups(devices: Sequence[Any]) -> list[int]:
 def _with_host_copies(
     plan: Assembly,
     sources: Sequence[MovedLeaf],
-    devices: _Devices,
+    devices: Devices,
 ) -> Assembly:
     """Returns `plan` with the NumPy copies that this process makes from `sources`.
     Replicas share memory and are copied once. `devices` numbers the devices.
@@ -525,7 +431,15 @@ def _with_host_copies(
     copies: list[HostCopies] = []
     for box in targets:
         parts = parts_by_receiver[receiver_of_box[box]]
-        copies.append(host_copies(parts, plan.dtype, box, shapes, shard_numbers))
+        copies.append(
+            host_copies(
+                parts=parts,
+                dtype=plan.dtype,
+                box=box,
+                shapes=shapes,
+                shard_numbers=shard_numbers,
+            )
+        )
     return dataclasses.replace(
         plan,
         targets=targets,
@@ -534,19 +448,19 @@ def _with_host_copies(
     )
 
 
-def _shard_numbers(source: MovedLeaf, devices: _Devices) -> dict[int, int]:
+def _shard_numbers(source: MovedLeaf, devices: Devices) -> dict[int, int]:
     """From the number of a device to the number of its shard among the shards of the
     source that this process holds. A NumPy array, and an array without shards in this
     process, have the entry of the host alone.
     """
     if source.sharding is None:
-        return {_HOST: _HOST}
+        return {HOST: HOST}
     local_devices = source.sharding.addressable_devices_indices_map(source.shape)
     shard_numbers: dict[int, int] = {}
     for number, device in enumerate(local_devices):
         # A lost device has no number, and nothing is read from it.
-        shard_numbers[devices.numbers.get(device, _HOST)] = number
-    return shard_numbers or {_HOST: _HOST}
+        shard_numbers[devices.numbers.get(device, HOST)] = number
+    return shard_numbers or {HOST: HOST}
 
 
 def _with_products(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
