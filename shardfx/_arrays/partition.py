@@ -99,8 +99,7 @@ class Static:
         `parts` has `values` and the static data of the structure's inner nodes, such as
         static fields of modules. Their types are in the key too.
         """
-        # NaN does not equal itself.
-        compared = tuple([None if _is_nan(value) else value for value in self.values])
+        compared = tuple(map(_comparable, self.values))
         return self.order, compared, mark(parts), self.treedef
 
     def tree(self, *lists: Iterable[Any]) -> Any:
@@ -115,8 +114,10 @@ class Static:
         )
 
 
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float | complex) and value != value
+def _comparable(value: object) -> object:
+    """The value itself; `None` for NaN, which does not equal itself."""
+    is_nan = isinstance(value, float | complex) and value != value
+    return None if is_nan else value
 
 
 class Parted(NamedTuple):

@@ -239,7 +239,10 @@ def clear_caches() -> None:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == package
     ]
-    for value in [value for module in modules for value in vars(module).values()]:
+    values: list[object] = []
+    for module in modules:
+        values += vars(module).values()
+    for value in values:
         if isinstance(value, _CACHED):
             value.cache_clear()
         elif isinstance(value, _JITTED):

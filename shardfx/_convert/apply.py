@@ -429,7 +429,9 @@ def transposed(array: jax.Array, copy: StridedCopy) -> jax.Array:
 
     It is broadcast along factors that repeat the source.
     """
-    counts = [count for _, factors in copy.target for count, _ in factors]
+    counts: list[int] = []
+    for _, factors in copy.target:
+        counts += [count for count, _ in factors]
     # The dimensions of `array` in the target's order, and its shape with a dimension of
     # size 1 for each factor that repeats the source.
     source_dims = []

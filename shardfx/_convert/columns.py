@@ -132,7 +132,10 @@ def read_paths(pieces: Sequence[Piece]) -> Sequence[str]:
     """The paths of the arrays that the pieces read, also of their scales."""
     if isinstance(pieces, AlikePieces):
         return pieces.paths
-    return [path for piece in pieces for path in names_of(piece)]
+    paths: list[str] = []
+    for piece in pieces:
+        paths += names_of(piece)
+    return paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,12 +12,14 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
     `order` has an old dimension for each new one, or `None` for an inserted dimension
     of size 1.
     """
-    target = tuple([0 if dim is None else piece.target[dim] for dim in order])
+    target: list[int] = []
+    for dim in order:
+        target.append(0 if dim is None else piece.target[dim])
     factors = _renumbered(piece.factors, tuple(order))
     return Piece(
         value=piece.value,
         source=piece.source,
-        target=target,
+        target=tuple(target),
         factors=factors,
     )
 

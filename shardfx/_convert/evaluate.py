@@ -254,10 +254,10 @@ def _stacked_pieces(
         # The leaf that each piece of a part reads.
         leaf_numbers = [number_by_path[path] for path in first_part.paths]
         if leaf_numbers != list(range(width)):
-            starts = range(0, len(paths), width)
-            paths = [
-                paths[start + number] for start in starts for number in leaf_numbers
-            ]
+            ordered_paths: list[str] = []
+            for start in range(0, len(paths), width):
+                ordered_paths += [paths[start + number] for number in leaf_numbers]
+            paths = ordered_paths
         return AlikePieces(
             first=first_part.first,
             paths=paths,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import hashlib
+import itertools as it
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -248,7 +249,7 @@ class TreeMap:
         return map_of_steps(steps)
 
     def __str__(self) -> str:
-        return "\n".join(line for step in self.steps for line in _lines(step))
+        return "\n".join(it.chain.from_iterable(map(_lines, self.steps)))
 
     __repr__ = first_lines
     _repr_html_ = html_text

@@ -12,7 +12,9 @@ _NAMES_BY_ROLE = {
     "v": "v v_proj value wv to_v v_lin value_proj",
     "o": "o o_proj out wo to_out out_lin out_proj output_proj",
 }
-ROLES = {name: role for role, names in _NAMES_BY_ROLE.items() for name in names.split()}
+ROLES: dict[str, str] = {}
+for _role, _names in _NAMES_BY_ROLE.items():
+    ROLES |= dict.fromkeys(_names.split(), _role)
 # Arrays that hold three, or two, of these projections in one. `in_proj` may be
 # something else: it counts where its size is that of three projections.
 _OF_THREE = (

@@ -4,6 +4,7 @@ moves.
 
 import collections
 import functools as ft
+import itertools as it
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -267,7 +268,7 @@ def divided_in_slices(
     dims = [list(sub_axes) for sub_axes in step_layout.dims]
     # The number of shards along each dimension so far.
     counts = list(step_layout.counts)
-    used = {sub_axis for sub_axes in step_layout.dims for sub_axis in sub_axes}
+    used = set(it.chain.from_iterable(step_layout.dims))
     is_divided = False
     rows = zip(step_layout.sizes, weights, strict=True)
     for sub_axis, (size, weight) in enumerate(rows):

@@ -137,7 +137,10 @@ class OwnerExchange(NamedTuple):
     @property
     def arrays(self) -> list[Matrices]:
         """The arrays that hold the matrices of all stacks."""
-        return [array for stack in self.stacks for array in stack.arrays]
+        arrays: list[Matrices] = []
+        for stack in self.stacks:
+            arrays += stack.arrays
+        return arrays
 
     @property
     def units_per_owner(self) -> int:

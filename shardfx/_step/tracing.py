@@ -357,10 +357,9 @@ def _step_of_function(
         remaining_arrays = iter(arrays)
         trees = []
         for flat in flats:
-            pairs = zip(flat.leaves, flat.is_array, strict=True)
-            leaves = [
-                next(remaining_arrays) if is_array else leaf for leaf, is_array in pairs
-            ]
+            leaves = []
+            for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True):
+                leaves.append(next(remaining_arrays) if is_array else leaf)
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
         _raise_if_one_tuple(fn, trees)

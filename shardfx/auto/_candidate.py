@@ -395,7 +395,9 @@ def _merged_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     remaining = [list(order) for order in orders]
     names_in_order: list[str] = []
     while any(remaining):
-        followers = {name for order in remaining for name in order[1:]}
+        followers: set[str] = set()
+        for order in remaining:
+            followers.update(order[1:])
         heads = [order[0] for order in remaining if order]
         free = [head for head in heads if head not in followers]
         if not free:

@@ -32,7 +32,8 @@ from ._memory import Memory
 
 INSTALL = "`pip install 'shardfx[aot]'` asks libtpu itself, without a TPU."
 # The chip of a step for TPUs if none is named, and the one for larger slices.
-_CHIP, _LARGE_CHIP = "v5e", "v5p"
+_CHIP = "v5e"
+_LARGE_CHIP = "v5p"
 # The devices of the smallest slice that libtpu describes: one host of 2 x 2 chips.
 _DEVICES_OF_HOST = 4
 # libtpu compiles larger slices too, but takes minutes.

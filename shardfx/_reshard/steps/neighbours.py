@@ -183,7 +183,7 @@ class Neighbours:
 
     def _free(self, dims: ShardDims) -> list[int]:
         """The sub-axes that shard no dimension of the layout `dims`."""
-        used = {axis for axes in dims for axis in axes}
+        used = set(it.chain.from_iterable(dims))
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
     def _gathered_together(self, free: list[int]) -> list[SubAxes]:

@@ -41,6 +41,7 @@ docs/benchmarks.md has the table.
 
 import dataclasses
 import heapq
+import itertools as it
 import math
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -123,7 +124,7 @@ def cheapest_route(problem: Problem) -> Route | None:
     )
     first_run = explore(narrow, most_layouts // 2, limit=math.inf)
 
-    prime_sizes = {prime for size in source.sizes for prime in primes(size)}
+    prime_sizes = set(it.chain.from_iterable(map(primes, source.sizes)))
     # Detours are all-gathers before the crossing, slices after it, and permutations.
     are_sub_axes_unequal = len(prime_sizes) > 1 or len({*source.weights}) > 1
     has_other_sub_axes = problem.source.coordinates is not problem.target.coordinates

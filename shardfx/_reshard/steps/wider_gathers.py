@@ -6,6 +6,7 @@ more bytes, but over the links of more rings.
 """
 
 import dataclasses
+import itertools as it
 from collections.abc import Sequence
 
 from .groups import groups_of
@@ -73,7 +74,7 @@ def _unused_by_axis(
     axes along which they lie.
     """
     weights = layout.weights or (1.0,) * len(layout.sizes)
-    used = {sub_axis for sub_axes in layout.dims for sub_axis in sub_axes}
+    used = set(it.chain.from_iterable(layout.dims))
     unused: dict[tuple[int, ...], list[int]] = {}
     for sub_axis, (size, weight) in enumerate(zip(layout.sizes, weights, strict=True)):
         if sub_axis not in used and size > 1 and weight <= 1:

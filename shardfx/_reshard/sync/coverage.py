@@ -136,7 +136,7 @@ def _fits_mesh(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
     """Whether the sharding of a source is one of a mesh with these axis sizes, each of
     whose axes shards at most one dimension, and divides it.
     """
-    names = [axis for axes in source.axes for axis in axes]
+    names = list(it.chain.from_iterable(source.axes))
     if len({*names}) < len(names) or not sizes.keys() >= {*names}:
         return False
     return len(source.axes) == len(source.shape) and all(
@@ -166,9 +166,10 @@ def _check_kind(
     processes = [
         process for process in plan.receivers if plan.receiver in (None, process)
     ]
-    devices = sorted(
-        (buffer.process, device) for buffer in kind.buffers for device in buffer.devices
-    )
+    devices: list[tuple[int, int]] = []
+    for buffer in kind.buffers:
+        devices += [(buffer.process, device) for device in buffer.devices]
+    devices.sort()
     is_once_per_device = len({*devices}) == len(devices)
     is_complete = [process for process, _ in devices] == sorted(processes)
     require(is_once_per_device and is_complete, f"{where} is not for every device once")

@@ -186,11 +186,12 @@ def wrong_tag_error() -> type[Exception]:
 
 def _slices(parts: Sequence[Memory]) -> list[memoryview]:
     """The bytes of `parts` as views of at most `_PART_BYTES`."""
-    return [
-        memoryview(part)[start : start + _PART_BYTES]
-        for part in parts
-        for start in range(0, len(part), _PART_BYTES)
-    ]
+    slices: list[memoryview] = []
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(part), _PART_BYTES):
+            slices.append(view[start : start + _PART_BYTES])
+    return slices
 
 
 def _crc_tag(nonce: bytes, parts: Sequence[Memory]) -> bytes:

@@ -255,9 +255,7 @@ def _sources_of(
     """The leaves that the pieces of `made_leaf` read, by path, in the order of first
     use.
     """
-    names = dict.fromkeys(
-        name for piece in made_leaf.pieces for name in names_of(piece)
-    )
+    names = dict.fromkeys(it.chain.from_iterable(map(names_of, made_leaf.pieces)))
     return {name: sources[name] for name in names}
 
 
@@ -504,11 +502,10 @@ def _reads_an_element_twice(made_leaf: Made, encodings: Mapping[str, Encoding]) 
     paths = {encoding.path for encoding in encodings.values()}
     if len(paths) < len(encodings):
         return True
-    return any(
-        factor.source_dim == NOWHERE
-        for piece in made_leaf.pieces
-        for factor in piece.factors
-    )
+    for piece in made_leaf.pieces:
+        if any(factor.source_dim == NOWHERE for factor in piece.factors):
+            return True
+    return False
 
 
 def _split_at_edges(

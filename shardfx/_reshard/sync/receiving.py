@@ -3,6 +3,7 @@ becomes the new arrays.
 """
 
 import contextlib
+import itertools as it
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -292,7 +293,7 @@ def _write_constants(plan: TransferPlan, receiver: int, spare: SpareMemory) -> N
     """Writes the constants of all leaves, which nobody sends, into a receiver's memory."""
     # The sender -1 stands for constants.
     planned = schedule(plan, -1, receiver)
-    for entry in (entry for entries in planned.rounds for entry in entries):
+    for entry in it.chain.from_iterable(planned.rounds):
         row = planned.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
         assert isinstance(row, SentPart)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -349,10 +350,10 @@ def _buffer_copy(
     strides = strides_of(box_shape(box), dtype.itemsize)
     # The row has only the factors that move in the source.
     row_strides = iter(strides_of(transfer.shape, form.sent_dtype.itemsize))
-    source_strides = tuple(
-        0 if factor.source_dim == NOWHERE else next(row_strides)
-        for factor in form.factors
-    )
+    source_strides: list[int] = []
+    for factor in form.factors:
+        is_in_row = factor.source_dim != NOWHERE
+        source_strides.append(next(row_strides) if is_in_row else 0)
     target_strides = tuple(
         strides[factor.target_dim] * factor.target_step for factor in form.factors
     )
@@ -366,7 +367,7 @@ def _buffer_copy(
         buffer=transfer.buffer,
         shape=shape,
         source_dtype=source_dtype,
-        source_strides=source_strides,
+        source_strides=tuple(source_strides),
         target_dtype=dtype,
         target_start=offset_of(transfer.target, strides),
         target_strides=target_strides,

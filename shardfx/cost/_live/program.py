@@ -329,7 +329,8 @@ class _Flattener:
         result = self.result(instruction.result)
         assert not isinstance(result, Array)
         # A changed value has one number inside of the loop, and one after it.
-        inside, after = list(before), list(before)
+        inside = list(before)
+        after = list(before)
         for index in changed_indices:
             inside[index] = self.new(result[index])
         for index in changed_indices:

@@ -167,7 +167,9 @@ class Policy:
 
     def _raise_if_missing(self, regions: Iterable[Placed]) -> None:
         """Raises an error if the regions lack a value of the policy."""
-        keys = {key for placed in regions for key in placed.region.all_keys}
+        keys: set[ValueKey] = set()
+        for placed in regions:
+            keys.update(placed.region.all_keys)
         missing = [row for row in self.rows if row.key not in keys]
         if not missing:
             return

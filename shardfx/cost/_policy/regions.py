@@ -372,7 +372,9 @@ def _operands(part: Any) -> dict[Any, None]:
 
 def _results(equations: Sequence[jex.JaxprEqn]) -> list[Any]:
     """The variables that equations compute."""
-    return [var for equation in equations for var in equation.outvars]
+    return list(
+        itertools.chain.from_iterable(equation.outvars for equation in equations)
+    )
 
 
 def _keys(equations: Sequence[jex.JaxprEqn]) -> dict[int, tuple[ValueKey, ...]]:
