@@ -9,6 +9,7 @@ import equinox as eqx
 from .._ground.errors import RuleError, check_type, whole_number
 from .._ground.misuse import called, lacking, refused
 from .._ground.spec import entry_axes
+from .merging import merged_pairs, merged_rules
 from .pairs import Rule, Target, declared_axes, near, read_pairs, read_rules, repeated
 
 
@@ -406,15 +407,17 @@ class AxisRules(eqx.Module):
             ```
         """
         check_axis_rules("other", other)
-        rules = _merged(self.rules, other.rules, "rules")
+        rules = merged_rules(self.rules, other.rules, "rules")
         modes = dict(self.modes)
         for mode, mode_rules in other.modes:
-            modes[mode] = _merged(modes.get(mode, ()), mode_rules, f"mode {mode!r}")
+            modes[mode] = merged_rules(
+                modes.get(mode, ()), mode_rules, f"mode {mode!r}"
+            )
         return AxisRules(
             rules,
             modes=modes,
-            units=_agreed(self.units, other.units, "unit of"),
-            aliases=_agreed(self.aliases, other.aliases, "alias"),
+            units=merged_pairs(self.units, other.units, "unit of"),
+            aliases=merged_pairs(self.aliases, other.aliases, "alias"),
             mesh_axes=self.mesh_axes + other.mesh_axes,
         )
 
@@ -506,7 +509,13 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
 
 def check_axis_rules(what: str, value: object) -> None:
     """Raises `RuleError` unless `value`, the argument named `what`, is AxisRules."""
-    check_type(what, value, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
+    check_type(
+        what=what,
+        value=value,
+        expected=AxisRules,
+        error=RuleError,
+        fix="wrap it: `AxisRules([...])`",
+    )
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
@@ -547,54 +556,3 @@ def _joined(first: AxisRules, second: AxisRules) -> AxisRules:
         aliases=first.aliases + second.aliases,
         mesh_axes=first.mesh_axes + second.mesh_axes,
     )
-
-
-def _merged(
-    first: tuple[Rule, ...],
-    second: tuple[Rule, ...],
-    what: str,
-) -> tuple[Rule, ...]:
-    """The rules of `first`, then those that only `second` has. Raises `RuleError`,
-    whose message calls these rules `what`, if both give a name other targets: those of
-    one side must begin with all those of the other.
-    """
-    # The targets that `first` gives to each name, less those that are already compared.
-    targets_by_name: dict[str, list[Target]] = {}
-    for name, target in first:
-        targets_by_name.setdefault(name, []).append(target)
-    added = []
-    for name, target in second:
-        # A rule of `second` is compared with the next one of its name in `first`.
-        targets = targets_by_name.get(name)
-        if not targets:
-            added.append((name, target))
-        elif targets.pop(0) != target:
-            raise RuleError(
-                f"`merge`: {what} map {name!r} to {_targets_of(name, first)} on one"
-                f" side and to {_targets_of(name, second)} on the other; use"
-                f" `without({name!r})` on the side that should give way."
-            )
-    return first + tuple(added)
-
-
-def _targets_of(name: str, rules: Sequence[Rule]) -> list[Target]:
-    return [target for rule_name, target in rules if rule_name == name]
-
-
-def _agreed(
-    first: tuple[Any, ...],
-    second: tuple[Any, ...],
-    what: str,
-) -> dict[str, Any]:
-    """The pairs of `first` and of `second` as one dict. Raises `RuleError`, whose
-    message calls such a pair `what`, if both give a name another value.
-    """
-    merged = dict(first)
-    for name, value in second:
-        if merged.setdefault(name, value) != value:
-            raise RuleError(
-                f"`merge`: the {what} {name!r} is {merged[name]!r} on one side and"
-                f" {value!r} on the other; use `without({name!r})` on the side that"
-                " should give way."
-            )
-    return merged

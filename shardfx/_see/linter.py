@@ -2,6 +2,7 @@
 returns them as data.
 """
 
+import functools as ft
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -141,32 +142,29 @@ def lint(
         raise_empty(tree, flat, paths)
 
     findings: list[Finding] = []
-    leaf_names = _names(names, tree, flat, axes, findings)
+    leaf_names = _names(names=names, tree=tree, flat=flat, axes=axes, findings=findings)
     kinds = _kinds(memory_kinds, findings)
-    draft = drafted(
-        flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds)
+    drafted_in = ft.partial(
+        drafted,
+        flat=flat,
+        leaf_names=leaf_names,
+        mesh=mesh,
+        paths=paths,
+        axes=axes,
+        min_bytes=min_bytes,
+        kinds=kinds_matcher(kinds),
     )
+    draft = drafted_in(mode=mode)
     if axes is not None and mode is not None and mode not in dict(axes.modes):
         # `plan` refuses an unknown mode only if names are resolved by it. All other
         # checks go on without a mode.
         if draft.errors:
             findings.append(_unknown_mode(axes, mode))
         mode = None
-        draft = drafted(
-            flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds)
-        )
+        draft = drafted_in(mode=mode)
 
-    content = Content(
-        mesh=draft.mesh,
-        jax_mesh=None,
-        axes=axes,
-        mode=mode,
-        rows=draft.rows,
-        index=[max(number, -1) for number in draft.row_indices],
-        path_tree=PathTree(flat.paths, flat.treedef),
-    )
     subject = Subject(
-        content=content,
+        content=_content_of(draft, flat, axes, mode),
         flat=flat,
         leaf_names=leaf_names,
         paths=paths,
@@ -177,7 +175,11 @@ def lint(
         refine=refine,
     )
     findings += _of_rules(
-        subject, draft, kinds, _severity(unmatched), _severity(unused)
+        subject=subject,
+        draft=draft,
+        kinds=kinds,
+        of_unmatched=_severity(unmatched),
+        of_unused=_severity(unused),
     )
     findings += _of_leaves(subject, replicated_bytes, head_dim)
     return findings_of(findings)
@@ -226,6 +228,24 @@ def _severity(policy: str) -> Severity:
     if policy == "raise":
         return "error"
     return "warning"
+
+
+def _content_of(
+    draft: Draft,
+    flat: Flat,
+    axes: AxisRules | None,
+    mode: str | None,
+) -> Content:
+    """What a plan of `flat` would hold, where an array without a row is replicated."""
+    return Content(
+        mesh=draft.mesh,
+        jax_mesh=None,
+        axes=axes,
+        mode=mode,
+        rows=draft.rows,
+        index=[max(number, -1) for number in draft.row_indices],
+        path_tree=PathTree(flat.paths, flat.treedef),
+    )
 
 
 def _subject_of_plan(plan: ShardPlan) -> Subject:

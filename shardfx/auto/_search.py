@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jaxtyping import PyTree
 
@@ -15,7 +15,6 @@ from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import Target, bytecode, explicit_mesh, untraced, without_mesh
-from ..cost._estimate import LARGEST_DIRECT_MESH, LARGEST_SMALL_MESH
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
     SearchOptions,
@@ -26,6 +25,7 @@ from ._asked import (
     trace,
     without_shardings,
 )
+from ._budget import program_counts, scheduled_count
 from ._candidate import Candidate, comparison_texts, rank, without_twins
 from ._limits import Limits
 from ._measured import devices_for, measured
@@ -36,35 +36,6 @@ from ._space import MODEL, Space, by_hand, fastest, neighbours
 from ._trials import Trials
 
 
-class _Budget(NamedTuple):
-    """A limit on the programs that are partitioned: the seconds that they may take on two
-    cores, and the smallest and the largest number of programs.
-    """
-
-    seconds: float
-    least: int
-    most: int
-
-    def count(self, program_seconds: float) -> int:
-        """The number of programs that may be partitioned, if each takes
-        `program_seconds`.
-        """
-        return min(self.most, max(self.least, int(self.seconds / program_seconds)))
-
-
-# The step without constraints; the constrained one is also traced and lowered again.
-_PLAIN = _Budget(seconds=15.0, least=6, most=36)
-_CONSTRAINED = _Budget(seconds=8.0, least=2, most=6)
-# For libtpu, which is asked about the last candidates.
-_SCHEDULED = _Budget(seconds=20.0, least=2, most=8)
-# The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and
-# for constraining; per device. These numbers are not measured by each search, so that
-# two hosts partition the same candidates.
-_SECONDS_PER_PROGRAM = 0.1
-_SECONDS_PER_BYTE = 1 / 42_000
-_CONSTRAINED_SECONDS_PER_BYTE = 1 / 20_000
-_SECONDS_PER_DEVICE = 1 / 2_700
-_SCHEDULED_SECONDS_PER_BYTE = 1 / 25_000
 _THREADS = 2
 # The number of candidates by estimate that join the well-known ones.
 _DRAWN = 12
@@ -221,10 +192,7 @@ def search(
     require_options(keep, closely, verify)
     _require_effort(effort)
     options = search_options(devices, chip, slices)
-    jax_devices = None if isinstance(devices, int | str) else devices
-    compile_targets = ()
-    if verify is not None:
-        compile_targets = devices_for(verify, options, jax_devices)
+    compile_targets = _compile_targets(verify, options, devices)
     space, lowered = opened_search(
         step=function,
         args=args,
@@ -234,11 +202,7 @@ def search(
         tell=tell,
     )
     tell(f"estimating meshes of {options.total} devices")
-    if effort == "least":
-        candidates = _few_candidates(space, lowered, tell)
-        usual_titles: set[str] = set()
-    else:
-        candidates, usual_titles = candidates_of(space, lowered, keep, tell)
+    candidates, usual_titles = _tried(space, lowered, effort, keep=keep, tell=tell)
     if verify is not None and candidates[0].fits:
         chosen = _to_measure(candidates, closely, usual_titles)
         runs = verify == "run"
@@ -248,8 +212,48 @@ def search(
     if asks_libtpu and target_for(lowered, options, candidates[0]) is None:
         asks_libtpu = False
     if asks_libtpu:
-        candidates = _asked_of_libtpu(lowered, options, candidates, keep, tell)
-    return _result(lowered, candidates, keep, tell, asks_libtpu)
+        candidates = _asked_of_libtpu(
+            lowered=lowered,
+            options=options,
+            candidates=candidates,
+            keep=keep,
+            tell=tell,
+        )
+    return _result(
+        lowered=lowered,
+        candidates=candidates,
+        keep=keep,
+        tell=tell,
+        asks_libtpu=asks_libtpu,
+    )
+
+
+def _tried(
+    space: Space,
+    lowered: LoweredStep,
+    effort: str,
+    *,
+    keep: int,
+    tell: Tell,
+) -> tuple[list[Candidate], set[str]]:
+    """The candidates, with the numbers of their programs, and the titles of those that
+    come from usual strategies or the caller's rules. With the least effort none do.
+    """
+    if effort == "least":
+        return _few_candidates(space, lowered, tell), set()
+    return candidates_of(space, lowered, keep, tell)
+
+
+def _compile_targets(
+    verify: str | None,
+    options: SearchOptions,
+    devices: int | str | Sequence[object] | None,
+) -> tuple[object, ...]:
+    """The devices for which candidates are compiled; none without `verify`."""
+    if verify is None:
+        return ()
+    jax_devices = None if isinstance(devices, int | str) else devices
+    return devices_for(verify, options, jax_devices)
 
 
 def _to_measure(
@@ -314,17 +318,28 @@ def _asked_of_libtpu(
     its time allows (`most`), and until `enough` candidates fit.
     """
     module = lowered.plain.module(lowered.platform)
-    most = _SCHEDULED.count(
-        _SECONDS_PER_PROGRAM + len(bytecode(module)) * _SCHEDULED_SECONDS_PER_BYTE
-    )
+    most = scheduled_count(len(bytecode(module)))
     enough = min(most, keep + _BEHIND)
     fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
         target_of = ft.partial(target_for, lowered, options)
-        fitting = _without_refuted(lowered, fitting, enough, tell, target_of)
+        fitting = _without_refuted(
+            lowered=lowered,
+            fitting=fitting,
+            keep=enough,
+            tell=tell,
+            target_of=target_of,
+        )
     too_large = [candidate for candidate in candidates if not candidate.fits]
     too_large.sort(key=lambda candidate: candidate.memory_bytes)
-    answers = settled(lowered, options, [*fitting, *too_large], enough, most, tell)
+    answers = settled(
+        lowered=lowered,
+        options=options,
+        candidates=[*fitting, *too_large],
+        enough=enough,
+        most=most,
+        tell=tell,
+    )
     return [*answers.fitting, *answers.too_large]
 
 
@@ -424,7 +439,7 @@ def candidates_of(
     and other strategies as far as the counts of programs allow, then other sizes.
     """
     module = lowered.plain.module(lowered.platform)
-    counts = _program_counts(len(bytecode(module)), space.devices)
+    counts = program_counts(len(bytecode(module)), space.devices)
     trials = Trials(
         lowered=lowered,
         states=lowered.states(space.classes),
@@ -535,33 +550,6 @@ def _constrain_best(trials: Trials, most: int) -> None:
                 f"constrained candidate {number} of {len(chosen)}: {candidate.title}"
             )
             trials.partitioned[candidate] = constrained
-
-
-class _ProgramCounts(NamedTuple):
-    """The number of programs that a search partitions: without constraints on
-    intermediate values, and with them.
-    """
-
-    plain: int
-    constrained: int
-
-
-def _program_counts(size: int, devices: int) -> _ProgramCounts:
-    """How many programs can be partitioned in the time of a search, without and with
-    constraints. `size` is the number of bytes of the step's StableHLO. A budget counts
-    how many programs of so many seconds fit into its time.
-    """
-    program_seconds = _SECONDS_PER_PROGRAM + size * _SECONDS_PER_BYTE
-    if devices <= LARGEST_DIRECT_MESH:
-        plain_seconds = program_seconds + devices * _SECONDS_PER_DEVICE
-    else:
-        # Larger meshes are extrapolated from three smaller ones.
-        plain_seconds = 3 * (program_seconds + LARGEST_SMALL_MESH * _SECONDS_PER_DEVICE)
-    constrained_seconds = plain_seconds + size * _CONSTRAINED_SECONDS_PER_BYTE
-    return _ProgramCounts(
-        plain=_PLAIN.count(plain_seconds),
-        constrained=_CONSTRAINED.count(constrained_seconds),
-    )
 
 
 def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
