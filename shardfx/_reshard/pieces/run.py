@@ -191,7 +191,14 @@ def start_assembly(
     shards_so_far = _constants(plan)
     # Each step is a program, with the positions of the parts that it sends and writes.
     for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
-        shards_so_far = run_step(plan, names, context, step, places, shards_so_far)
+        shards_so_far = run_step(
+            plan=plan,
+            names=names,
+            context=context,
+            step=step,
+            places=places,
+            shards_so_far=shards_so_far,
+        )
 
     shard_of = {} if shards_so_far is None else _shards(shards_so_far)
     shards = []

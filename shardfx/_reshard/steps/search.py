@@ -414,7 +414,14 @@ def _expand(
     for after, step_cost in half.next_layouts(dims, state.cost - cost):
         # Without a path after so many layouts, any path will do.
         nearest_first = state.cost == math.inf and state.examined > state.most_layouts
-        if half.reach(after, cost + step_cost, dims, state.cost, nearest_first):
+        is_reached = half.reach(
+            dims=after,
+            cost=cost + step_cost,
+            parent=dims,
+            limit=state.cost,
+            nearest_first=nearest_first,
+        )
+        if is_reached:
             if has_same_sub_axes:
                 # If the other half has reached this layout too, a path is complete.
                 _meet(after, after, 0.0, state)

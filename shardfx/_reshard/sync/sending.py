@@ -159,7 +159,13 @@ def send_published(
     if check_content:
         for number, leaves in enumerate(sum_rounds(plan), len(outgoing.rounds)):
             before_round()
-            sums = sent_sums(plan, arrays.read, sender, receiver, leaves)
+            sums = sent_sums(
+                plan=plan,
+                read=arrays.read,
+                sender=sender,
+                receiver=receiver,
+                numbers=leaves,
+            )
             channel.put(number, [sums.reshape(-1).view(np.uint8)])
     channel.commit(revision)
 
