@@ -217,40 +217,48 @@ def form_of(
         return Form(("constant", dtype, shape, instruction.inside.strip()), dims, dims)
     if opcode == "reduce" and len(views) == 2:
         return _reduce(instruction, views, module)
-    # What identifies the functions that the operation calls, and its options.
-    called: tuple[str, ...] = ()
-    if opcode in _CALLING:
-        called = (
-            reducer_of(module, instruction)
-            or computation_text(module, dict(instruction.called)["to_apply"]),
-        )
-    if opcode in KINDS:
-        groups = groups_of(instruction, opcode, module.partitions)
-        rows = [tuple(row) for members in groups for row in members.tolist()]
-        reducer = reducer_of(module, instruction)
-        for _, callee in instruction.called:
-            reducer = reducer or computation_text(module, callee)
-        called = (reducer, str(sorted(rows)))
-    if opcode == "select-and-scatter":
-        called = tuple(
-            computation_text(module, attribute(instruction, name).lstrip("%"))
-            for name in ("select", "scatter")
-        )
-    if opcode == "custom-call":
-        called = _options_of(instruction)
     meaning = meaning_of(instruction, _SIZES)
     if opcode in ("slice", "pad"):
         # Their attributes are sizes.
         meaning = ()
     dims = tuple(range(len(shape)))
+    called = _called_by(instruction, module)
     return Form((opcode, meaning, called, *views), dims, dims)
+
+
+def _called_by(instruction: Instruction, module: HloModule) -> tuple[str, ...]:
+    """What identifies the functions that an operation calls, and its options; the
+    replica groups of a collective too.
+    """
+    opcode = instruction.opcode
+    if opcode in _CALLING:
+        reducer = reducer_of(module, instruction)
+        if not reducer:
+            reducer = computation_text(module, dict(instruction.called)["to_apply"])
+        return (reducer,)
+    if opcode in KINDS:
+        rows: list[tuple[int, ...]] = []
+        for members in groups_of(instruction, opcode, module.partitions):
+            rows += map(tuple, members.tolist())
+        reducer = reducer_of(module, instruction)
+        for _, callee in instruction.called:
+            reducer = reducer or computation_text(module, callee)
+        return (reducer, str(sorted(rows)))
+    if opcode == "select-and-scatter":
+        return tuple(
+            computation_text(module, attribute(instruction, name).lstrip("%"))
+            for name in ("select", "scatter")
+        )
+    if opcode == "custom-call":
+        return _options_of(instruction)
+    return ()
 
 
 def iota_form(instruction: Instruction, shape: Sequence[int]) -> Form:
     """The form of an iota. Those of all sizes are one value, as long as any."""
-    along = int(attribute(instruction, "iota_dimension"))
-    dims = tuple(0 if dim == along else None for dim in range(len(shape)))
-    return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
+    dims: list[int | None] = [None] * len(shape)
+    dims[int(attribute(instruction, "iota_dimension"))] = 0
+    return Form(("iota", arrays_in(instruction.result)[0].dtype), tuple(dims), ())
 
 
 def _options_of(instruction: Instruction) -> tuple[str, ...]:

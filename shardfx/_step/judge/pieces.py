@@ -231,7 +231,9 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             continue
         if axis is None:
             axis = _axis_of_single(context, operand, place)
-        indices = _padded_row(context, axis, low, high, interior)
+        indices = _padded_row(
+            context=context, axis=axis, low=low, high=high, interior=interior
+        )
         # A dimension may lose elements on one side and gain padding on the other.
         if max(low, high, interior) > 0:
             padded_dims.append(axis.dim)

@@ -517,8 +517,10 @@ def _unkeyed_sizes(
     """
     if instruction.opcode in ELEMENTWISE:
         return ()
-    sizes = tuple(size for operand in operands for size in operand.shape if size != 1)
-    return (sizes, *sizes_of(instruction))
+    sizes: list[int] = []
+    for operand in operands:
+        sizes += [size for size in operand.shape if size != 1]
+    return (tuple(sizes), *sizes_of(instruction))
 
 
 def reshaped_dims(
