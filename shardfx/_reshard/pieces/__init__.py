@@ -9,6 +9,6 @@ The *target* is the array to assemble, and its *sources* are the arrays that are
 `shard_parts` divides pieces into parts of single shards, each with the device that
 sends it and the device that receives it. `assembly` makes the plan for one array.
 `relay` lets what several devices of a TPU slice need from other slices enter it once.
-`exchange` and `run` assemble the array by programs on the devices, and `host` by NumPy
-copies in this process, which `copies` lists.
+`run` assembles the array by programs on the devices, which `exchange` and `programs`
+make, and `host` by NumPy copies in this process, which `copies` lists.
 """

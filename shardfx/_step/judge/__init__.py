@@ -22,11 +22,13 @@ Each operation has a rule, from the types of its operands to that of its result:
 |---|---|
 | `pointwise.py`, `masks.py` | operands must hold the same boxes; selects by masks |
 | `views.py` | broadcasts, transposes, reshapes |
-| `pieces.py`, `updates.py` | slices, pads, concatenations; updates |
+| `pieces.py`, `concatenations.py` | slices, pads, reverses; concatenations |
+| `updates.py` | updates |
 | `products.py` | products, reductions |
 | `convolutions.py`, `windows.py` | convolutions and pooling |
 | `exchanges.py` | collectives |
-| `indices.py`, `lookups.py` | gathers and scatters; the partitioner's idioms for them |
+| `gathers.py`, `scatters.py` | gathers and scatters, by dimensions of `indices.py` |
+| `lookups.py` | the partitioner's idioms for gathers and scatters |
 | `positions.py`, `bounds.py` | updates of one row at an index of a cut dimension |
 | `choices.py` | reductions of several arrays, such as an argmax |
 | `whole_operations.py` | sorts, and all that have no rule of their own |
