@@ -173,4 +173,4 @@ def test_both_texts_of_shardings_say_the_same_parts(sharding):
     assert columns.starts.ravel().tolist() == [0] * 8
     # Outside of the body, no array has such a sharding.
     with pytest.raises(Unjudged, match="manual"):
-        shardings.axes_of(Cuts(8), sharding, (16, 8), (8, 8))
+        shardings.cuts_of(Cuts(8), sharding, (16, 8), (8, 8))
