@@ -84,10 +84,7 @@ def _function_of(traced: Any) -> Callable[..., object]:
         return jax.tree.unflatten(out_tree, evaluate(*jax.tree.leaves(args)))
 
     step.__name__ = step.__qualname__ = traced.fun_name
-    parameters = []
-    for name in _argument_names(jaxpr, positional):
-        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
-    step.__signature__ = inspect.Signature(parameters)
+    step.__signature__ = _signature(jaxpr, positional)
     donated = []
     for number, argument in enumerate(positional):
         if any(leaf.donated for leaf in jax.tree.leaves(argument)):
@@ -95,17 +92,23 @@ def _function_of(traced: Any) -> Callable[..., object]:
     return jax.jit(step, donate_argnums=tuple(donated))
 
 
-def _argument_names(jaxpr: Any, args: Sequence[Any]) -> list[str]:
-    """The names of a traced function's arguments, from JAX's names of the arrays. An
-    argument without arrays, or of several that are collected as `*args`, gets a name by
-    its number.
+def _signature(jaxpr: Any, args: Sequence[Any]) -> inspect.Signature:
+    """The signature of a traced function, whose parameters have the names in JAX's names
+    of the arrays: `w` for "w['up']". An argument without arrays gets a name by its
+    number. Arguments of one name are collected, as `a` in `def step(w, *a)`.
     """
     array_names = iter(jaxpr.debug_info.arg_names)
-    names: list[str] = []
+    parameters: dict[str, inspect.Parameter] = {}
     for number, arg in enumerate(args):
         words = [re.split(r"[.\[]", next(array_names))[0] for _ in jax.tree.leaves(arg)]
         word = words[0] if words else ""
-        if not word.isidentifier() or word in names:
+        if not word.isidentifier():
             word = f"argument_{number}"
-        names.append(word)
-    return names
+        if word in parameters:
+            # The first argument of the name, and all after it, are in one tuple.
+            collected = inspect.Parameter(word, inspect.Parameter.VAR_POSITIONAL)
+            first = list(parameters).index(word)
+            alone = list(parameters.values())[:first]
+            return inspect.Signature([*alone, collected])
+        parameters[word] = inspect.Parameter(word, inspect.Parameter.POSITIONAL_ONLY)
+    return inspect.Signature(list(parameters.values()))

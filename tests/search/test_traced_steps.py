@@ -37,13 +37,33 @@ def test_name_axes_of_a_trace_equals_that_of_its_function():
     assert [axis.joins for axis in axes_of_trace] == [axis.joins for axis in axes]
 
 
-def test_arguments_of_traces_without_names_are_numbered():
+def test_a_collected_argument_may_have_no_arrays():
     def step(*arrays):
-        return arrays[0] @ arrays[1]
+        return arrays[0] @ arrays[2]
 
-    traced = jax.jit(step).trace(f32(64, 32), f32(32, 16))
+    traced = jax.jit(step).trace(f32(64, 32), None, f32(32, 16))
     places = [axis.places for axis in name_axes(traced).axes]
-    assert ("argument_0[0]",) in places or ("arrays[0]",) in places
+    assert ("args[0][0]",) in places and ("args[2][1]",) in places
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda *arrays: arrays[0] @ arrays[1],
+        lambda first, *arrays: arrays[0] @ first.T @ arrays[0].T,
+        lambda w, *arrays: arrays[0]["x"] @ (w @ arrays[1]["y"]),
+    ],
+)
+def test_collected_arguments_of_traces_are_named_as_plain(step):
+    x = f32(64, 64)
+    args = (x, {"x": x}, {"y": x}) if "w" in step.__code__.co_varnames else (x, x)
+    of_trace = name_axes(jax.jit(step).trace(*args))
+    plain = name_axes(step, *args)
+    assert [axis.name for axis in of_trace.axes] == [axis.name for axis in plain.axes]
+    if len(args) > 2:
+        assert [axis.places for axis in of_trace.axes] == [
+            axis.places for axis in plain.axes
+        ]
 
 
 def test_a_trace_takes_no_arguments():
