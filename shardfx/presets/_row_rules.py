@@ -216,17 +216,23 @@ def _regex(suffixes: Sequence[str]) -> str:
     return f"({'|'.join(needed)})$"
 
 
-def positive(value: object, what: str) -> int:
+def positive(
+    value: object,
+    what: str,
+    counted: str = "elements, as `head_dim=64`",
+) -> int:
     """`value` as a Python int. Raises `RuleError`, which calls it `what`, if it is no
-    positive integer.
+    positive integer. `counted` says what it is a number of, with an example.
     """
     number = whole_number(value)
     if number is None or number < 1:
-        raise RuleError(
-            f"{what} is {value!r}; give a positive number of elements, as"
-            " `head_dim=64`."
-        )
+        raise RuleError(f"{what} is {value!r}; give a positive number of {counted}.")
     return number
+
+
+def not_negative(value: object, what: str) -> int:
+    """`value` as a Python int: 0, or what `positive` returns."""
+    return 0 if whole_number(value) == 0 else positive(value, what)
 
 
 def _check_mesh_axes(name: str, axes: object) -> None:

@@ -10,7 +10,7 @@ to the model width along their columns (inputs). The other dimension is sharded 
 
 from .._ground.errors import RuleError
 from .._rules import PathRules
-from ._row_rules import Axes, optional_rules, positive
+from ._row_rules import Axes, not_negative, optional_rules, positive
 
 
 def llama(
@@ -413,8 +413,9 @@ def qwen3_next(
     """
     head_dim = positive(head_dim, "`head_dim`")
     linear_head_dim = positive(linear_head_dim, "`linear_head_dim`")
-    key_heads = positive(linear_num_key_heads, "`linear_num_key_heads`")
-    value_heads = positive(linear_num_value_heads, "`linear_num_value_heads`")
+    heads = "heads, as `linear_num_key_heads=16`"
+    key_heads = positive(linear_num_key_heads, "`linear_num_key_heads`", heads)
+    value_heads = positive(linear_num_value_heads, "`linear_num_value_heads`", heads)
     if value_heads % key_heads:
         raise RuleError(
             f"`qwen3_next(linear_num_key_heads={key_heads},"
@@ -500,11 +501,12 @@ def deepseek_v3(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    nope_dim = positive(qk_nope_head_dim, "`qk_nope_head_dim`")
-    rope_dim = positive(qk_rope_head_dim, "`qk_rope_head_dim`")
+    # A head may have no element of one of the two kinds.
+    nope_dim = not_negative(qk_nope_head_dim, "`qk_nope_head_dim`")
+    rope_dim = not_negative(qk_rope_head_dim, "`qk_rope_head_dim`")
     value_dim = positive(v_head_dim, "`v_head_dim`")
     sizes = {
-        "dim": nope_dim + rope_dim,
+        "dim": positive(nope_dim + rope_dim, "`qk_nope_head_dim + qk_rope_head_dim`"),
         "both_dim": nope_dim + value_dim,
         "value_dim": value_dim,
     }

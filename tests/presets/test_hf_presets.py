@@ -231,7 +231,17 @@ def test_no_preset_knows_a_name_that_is_not_its_models():
         (hf.llama, {"head_dim": True}, "the size of `dim` is True; give a positive"),
         (hf.llama, {"fsdp": None}, "`fsdp=None` names no mesh axis; write one, as"),
         (hf.qwen3_next, {"head_dim": "64"}, "`head_dim` is '64'; give a positive"),
-        (hf.qwen3_next, {"linear_num_key_heads": 0}, "`linear_num_key_heads` is 0"),
+        (
+            hf.qwen3_next,
+            {"linear_num_key_heads": 0},
+            "`linear_num_key_heads` is 0; give a positive number of heads, as",
+        ),
+        (
+            hf.deepseek_v3,
+            {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0},
+            "`qk_nope_head_dim + qk_rope_head_dim` is 0; give a positive number",
+        ),
+        (hf.deepseek_v3, {"qk_rope_head_dim": -1}, "`qk_rope_head_dim` is -1"),
         (
             hf.qwen3_next,
             {"linear_num_key_heads": 12},
@@ -249,3 +259,19 @@ def test_no_mesh_axis_and_numbers_of_numpy_are_taken():
     rules = hf.llama(head_dim=np.int64(64), tensor=())
     assert rules == hf.llama(head_dim=64, tensor=())
     assert "int64" not in repr(rules)
+
+
+@pytest.mark.parametrize(
+    ("absent", "other"),
+    [
+        ("qk_nope_head_dim", "qk_rope_head_dim"),
+        ("qk_rope_head_dim", "qk_nope_head_dim"),
+    ],
+)
+def test_a_head_may_have_no_element_of_one_kind(absent, other):
+    sizes: Any = {absent: 0, other: 192}
+    rules = hf.deepseek_v3(**sizes)
+    array = jax.ShapeDtypeStruct((24576, 1536), "bfloat16")
+    tree = {"model.layers.3.self_attn.q_b_proj.weight": array}
+    made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=rules)
+    assert made.leaves[0].spec == jax.P("tensor", "fsdp")
