@@ -1,4 +1,5 @@
 import functools as ft
+from typing import Any
 
 import pytest
 from small_models import (
@@ -94,6 +95,29 @@ def test_missing_and_impossible_configuration_is_named(layout, config, message):
 def test_a_config_that_is_no_dict_is_named(layout, config):
     with pytest.raises(MapError, match=r"content of a model's config.json as a dict"):
         layout(config)
+
+
+class ConfigWithGet:
+    """A config that is no `Mapping`, as `ml_collections.ConfigDict`."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __getitem__(self, key):
+        return self.config[key]
+
+    def get(self, key, default=None):
+        return self.config.get(key, default)
+
+    def keys(self):
+        return self.config.keys()
+
+
+def test_a_config_with_get_need_not_be_a_dict():
+    config = config_of("llama")
+    with_get: Any = ConfigWithGet(config)
+    for layout in (maps.hugging_face, maps.stacked, maps.maxtext):
+        assert layout(with_get).weights == layout(config).weights
 
 
 A = "layers.{layers}.q"

@@ -1,7 +1,7 @@
 """The layout of a Hugging Face checkpoint, made from its `config.json`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
@@ -82,9 +82,16 @@ def hugging_face(
     return TreeLayout(rows, sizes=sizes_of(text), rest=rest, known=known_sizes(text))
 
 
+@runtime_checkable
+class _WithGet(Protocol):
+    """A config that is read by key, such as a dict or `ml_collections.ConfigDict`."""
+
+    def get(self, key: str, /) -> Any: ...
+
+
 def check_config(config: object) -> None:
-    """Raises `MapError` if the argument `config` of a layout is no mapping."""
-    if not isinstance(config, Mapping):
+    """Raises `MapError` if the argument `config` of a layout is not read by key."""
+    if not isinstance(config, _WithGet):
         raise MapError(
             "`config` is the content of a model's config.json as a dict, not"
             f" {quoted(type(config).__name__)}; write `json.load(open('config.json'))`,"
