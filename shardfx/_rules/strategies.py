@@ -4,9 +4,8 @@ rules that combine or modify other targets.
 
 import dataclasses
 import itertools as it
-import numbers
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -200,6 +199,7 @@ def strategy_of(
             f"`{name}({axes!r})` needs the name of one mesh axis, or of several"
             " different ones."
         )
+    byte_counts = {}
     for argument, count in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
         # `fsdp("data", "tensor")` passes an axis where a number of bytes is expected.
         if isinstance(count, str):
@@ -209,15 +209,17 @@ def strategy_of(
                 f" `{name}({all_axes!r})`; `{argument}` is a number of bytes, such as"
                 " `2**20` for 1 MiB."
             )
-        if not isinstance(count, numbers.Real):
+        number = _number(count)
+        if number is None:
             raise RuleError(
                 f"`{name}(..., {argument}={count!r:.60})`: give a number of bytes, such as"
                 " `2**20` for 1 MiB, or 0 for no limit."
             )
-        if count < 0:
+        if number < 0:
             raise RuleError(
                 f"`{name}(..., {argument}={count})`: a number of bytes is not negative."
             )
+        byte_counts[argument] = number
     dims: tuple[Any, ...] = (skip_dims,)
     if isinstance(skip_dims, Iterable) and not isinstance(skip_dims, str):
         dims = tuple(skip_dims)
@@ -229,10 +231,26 @@ def strategy_of(
         raise RuleError(f"`{name}(..., skip_dims={skip_dims!r})`: {fix}")
     return STRATEGIES[name](
         axes=axes,
-        min_bytes=min_bytes,
         skip_dims=tuple(sorted({dim for dim in numbered_dims if dim is not None})),
-        max_bytes=max_bytes,
+        **byte_counts,
     )
+
+
+def _number(value: object) -> Any:
+    """A number of Python, NumPy or JAX: as an int, which JSON can hold, if it is whole.
+    `None` for what is no number.
+    """
+    whole = whole_number(value)
+    if whole is not None:
+        return whole
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except TypeError:
+        # Every array has the method, and those of several elements refuse.
+        return None
+    return int(number) if number.is_integer() else number
 
 
 @dataclasses.dataclass(frozen=True)

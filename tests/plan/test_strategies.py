@@ -5,7 +5,9 @@ its name.
 import functools as ft
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -169,3 +171,18 @@ def test_max_bytes_is_kept_in_json_and_code_and_over_states():
         fsdp("data", max_bytes=-1)
     assert limited(2**13).digest != limited(2**12).digest
     assert strategy != fsdp("data")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [2**20, np.int64(2**20), jnp.int32(2**20), jnp.float32(2**20), np.array(2.0**20)],
+)
+def test_numbers_of_bytes_may_be_scalars_of_any_kind(number):
+    strategy = fsdp("data", number, max_bytes=number)
+    assert strategy == fsdp("data", 2**20, max_bytes=2**20)
+    assert type(strategy.min_bytes) is type(strategy.max_bytes) is int
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    made = plan(tree, MeshSpec({"data": 8}), paths=PathRules([(".*", strategy)]))
+    assert ShardPlan.from_json(made.to_json()) == made
+    with pytest.raises(RuleError, match="give a number of bytes"):
+        fsdp("data", jnp.ones(3))  # pyright: ignore
