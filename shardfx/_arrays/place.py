@@ -312,7 +312,7 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
     **Raises:**
 
     `PlanMismatchError` for a PartitionSpec without `mesh` or with a mesh axis that the
-    mesh lacks, and for a `mesh` of another type. `LeafTypeError` for a traced
+    mesh lacks, or with a `mesh` of another type. `LeafTypeError` for a traced
     array on Auto axes.
     """
 
@@ -327,6 +327,12 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
                 f"the tree holds the bare spec {leaf}; pass the mesh that it is for:"
                 " `mesh=`."
             )
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise PlanMismatchError(
+                f"`mesh` is a JAX mesh, not {type(mesh).__name__}; write"
+                " `shardings_of(tree, mesh=spec.build(jax.devices()))` for a MeshSpec"
+                " `spec`."
+            )
         missing_axes = [
             axis for axis in axes_of_target(leaf) if axis not in mesh.axis_names
         ]
@@ -337,12 +343,6 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
             )
         return NamedSharding(mesh, leaf)
 
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise PlanMismatchError(
-            f"`mesh` is a JAX mesh, not {type(mesh).__name__}; write"
-            " `shardings_of(tree, mesh=spec.build(jax.devices()))` for a MeshSpec"
-            " `spec`."
-        )
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 

@@ -334,6 +334,9 @@ def test_what_the_mesh_of_bare_specs_cannot_be_is_named():
     tree = {"w": P("data")}
     with pytest.raises(PlanMismatchError, match="is a JAX mesh, not MeshSpec; write"):
         shardings_of(tree, mesh=mesh)
+    # No bare spec needs it.
+    shardings = shardings_of({"w": np.ones(4)}, mesh=mesh)  # pyright: ignore
+    assert shardings == {"w": None}
     with pytest.raises(PlanMismatchError, match="the mesh has no axis 'model'; it has"):
         shardings_of({"w": P("model")}, mesh=mesh.build(jax.devices()))
 
