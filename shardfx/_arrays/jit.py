@@ -1,6 +1,5 @@
 """`filter_jit`: compiles a function under plans."""
 
-import functools as ft
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
@@ -146,34 +145,35 @@ def filter_jit(
     for name in others:
         fix = _OTHER_ARGUMENTS.get(name, _ARGUMENTS)
         raise TypeError(f"`filter_jit` has no argument `{name}`; {fix}.")
-    if fn is not None and not callable(fn):
-        raise LeafTypeError(
-            f"`filter_jit` takes a function, not {type(fn).__name__}; pass the function"
-            " that is to be compiled: `filter_jit(step, in_shardings=(plan, None))`."
-        )
-    if fn is not None:
-        _require_signature(fn)
     if check is not None and not callable(check):
         raise LeafTypeError(
             f"`check` takes a function, not {check!r:.40}; pass the function itself:"
             " `check=shardfx.testing.verify`."
         )
-    decorator = ft.partial(
-        Jitted,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        donate=donate,
-        check=check,
-    )
-    if fn is None:
-        return decorator
-    return decorator(fn)
+
+    def decorator(fn: Callable[..., object]) -> Jitted[..., object]:
+        """The function `fn`, compiled under the arguments of `filter_jit`."""
+        _require_signature(fn)
+        return Jitted(
+            fn,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate=donate,
+            check=check,
+        )
+
+    return decorator if fn is None else decorator(fn)
 
 
 def _require_signature(fn: Callable[..., object]) -> None:
-    """Raises `LeafTypeError` if Python does not know the parameters of a function, as
-    of some builtins.
+    """Raises `LeafTypeError` for what is no function, and if Python does not know the
+    parameters of a function, as of some builtins.
     """
+    if not callable(fn):
+        raise LeafTypeError(
+            f"`filter_jit` takes a function, not {type(fn).__name__}; pass the function"
+            " that is to be compiled: `filter_jit(step, in_shardings=(plan, None))`."
+        )
     try:
         inspect.signature(fn)
     except ValueError as error:

@@ -188,3 +188,7 @@ def test_an_integer_of_numpy_or_jax_is_a_position_to_donate(position):
 def test_a_function_without_known_parameters_is_refused():
     with pytest.raises(LeafTypeError, match="needs the parameters of `max`, which"):
         sfx.filter_jit(max)
+    with pytest.raises(LeafTypeError, match="needs the parameters of `max`, which"):
+        sfx.filter_jit(in_shardings=None)(max)
+    with pytest.raises(LeafTypeError, match="takes a function, not int"):
+        sfx.filter_jit(in_shardings=None)(5)  # pyright: ignore
