@@ -82,9 +82,11 @@ def sizes_of_shape(shape: Any) -> tuple[int, ...]:
     """
     is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, str | Mapping)
     if not is_of_sizes:
+        fix = f"write `({shape!r},)` for an array of rank 1"
+        if isinstance(shape, str | Mapping):
+            fix = "pass `x.shape`"
         raise SpecError(
-            f"`shape` has a size for each dimension, and this is {shape!r}; write"
-            f" `({shape!r},)` for an array of rank 1."
+            f"`shape` has a size for each dimension, and this is {shape!r}; {fix}."
         )
     try:
         sizes = tuple(map(int, shape))

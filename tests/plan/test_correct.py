@@ -412,3 +412,8 @@ def test_units_of_a_rule_without_names(names):
     mesh = MeshSpec({"data": 2})
     made = sfx.plan({"w": jnp.ones((8, 4))}, mesh, paths=rules, axes=axes)
     assert made["w"].spec == P() and made["w"].units == (2, 1)
+
+
+def test_a_text_is_no_shape_and_is_not_advised():
+    with pytest.raises(SpecError, match="this is '86'; pass `x.shape`"):
+        correct(P("data"), "86", MeshSpec({"data": 2}))  # pyright: ignore
