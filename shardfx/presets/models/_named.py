@@ -389,7 +389,7 @@ def _size(axis: str, weight: Weight, sizes: Sizes) -> int:
         size = sizes["expert_hidden"]
     elif axis == "kv_heads":
         # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
-        size = sizes.get("kv_heads", sizes["heads"])
+        size = sizes["kv_heads"] if "kv_heads" in sizes else sizes["heads"]
     else:
         size = sizes[axis]
     assert isinstance(size, int)
