@@ -179,9 +179,10 @@ def _require_names(rows: Iterable[Row], axes: AxisRules, mode: str | None) -> No
     """Raises `RuleError` or `SpecError`, which `read_json` converts, if the rules
     `axes` cannot resolve the logical names of an array in the mode `mode`.
     """
-    for row in rows:
-        if row.names:
-            resolve(row.names, axes, mode=mode)
+    # Many rows have the same names.
+    for names in dict.fromkeys(row.names for row in rows):
+        if names:
+            resolve(names, axes, mode=mode)
 
 
 def decode_mesh(data: Any) -> MeshSpec:
