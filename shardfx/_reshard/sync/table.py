@@ -48,7 +48,11 @@ class Table:
         position of the shard in its array. `piece` copies the part from the shard to a
         buffer. `encoding` says how the elements are sent; `None` for a constant.
         """
-        key = (piece.value, numbers_text([piece]), piece.factors)
+        numbers = ""
+        # Most parts are copied as they are, and have no numbers.
+        if piece.value.number is not None or piece.value.casts:
+            numbers = numbers_text([piece])
+        key = (piece.value, numbers, piece.factors)
         form_number = self._form_numbers.setdefault(key, len(self.forms))
         if form_number == len(self.forms):
             form = form_of(encoding, piece, len(start), self._dtype)
