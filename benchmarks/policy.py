@@ -239,7 +239,9 @@ def of_point(search: PolicySearch, point: Point) -> Counted:
 def stock(search: PolicySearch) -> Iterator[tuple[str, Counted]]:
     """Each stock policy around the layers: the regions that run more than once."""
     repeated = {
-        tuple(placed.region.all_keys) for placed in search.placed if placed.runs > 1
+        tuple(placed.region.all_keys)
+        for placed in search.placed
+        if placed.run_count > 1
     }
     for name, policy in STOCK.items():
 

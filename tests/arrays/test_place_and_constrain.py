@@ -1,4 +1,5 @@
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -330,12 +331,12 @@ def test_a_plan_cuts_a_cache_between_heads():
 
 
 def test_what_the_mesh_of_bare_specs_cannot_be_is_named():
-    mesh = MeshSpec({"data": 8})
+    mesh: Any = MeshSpec({"data": 8})
     tree = {"w": P("data")}
     with pytest.raises(PlanMismatchError, match="is a JAX mesh, not MeshSpec; write"):
         shardings_of(tree, mesh=mesh)
     # No bare spec needs it.
-    shardings = shardings_of({"w": np.ones(4)}, mesh=mesh)  # pyright: ignore
+    shardings = shardings_of({"w": np.ones(4)}, mesh=mesh)
     assert shardings == {"w": None}
     with pytest.raises(PlanMismatchError, match="the mesh has no axis 'model'; it has"):
         shardings_of({"w": P("model")}, mesh=mesh.build(jax.devices()))

@@ -2,6 +2,7 @@ import dataclasses
 import functools as ft
 import itertools
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -212,7 +213,8 @@ def test_bytes_to_leave_that_are_no_number(leave_bytes):
 
 
 def test_bytes_to_leave_may_be_a_float():
-    made = policy(scanned, *arrays(), chip="h100", leave_bytes=1e9)
+    billion: Any = 1e9
+    made = policy(scanned, *arrays(), chip="h100", leave_bytes=billion)
     assert made == policy(scanned, *arrays(), chip="h100", leave_bytes=10**9)
     assert Policy.from_json(made.to_json()) == made
 

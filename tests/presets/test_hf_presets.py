@@ -256,7 +256,8 @@ def test_numbers_that_no_model_has_are_refused(preset, wrong, message):
 
 
 def test_no_mesh_axis_and_numbers_of_numpy_are_taken():
-    rules = hf.llama(head_dim=np.int64(64), tensor=())
+    head_dim: Any = np.int64(64)
+    rules = hf.llama(head_dim=head_dim, tensor=())
     assert rules == hf.llama(head_dim=64, tensor=())
     assert "int64" not in repr(rules)
 

@@ -1,6 +1,7 @@
 """Maps between real layouts: bitwise what NumPy makes of the arrays, there and back."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -232,7 +233,8 @@ def test_engines_of_other_families(family, check):
 
 def test_shards_of_an_engine_as_an_integer_of_numpy():
     config = config_of("llama")
-    assert maps.engine(config, shards=np.int64(2)) == maps.engine(config, shards=2)
+    shards: Any = np.int64(2)
+    assert maps.engine(config, shards=shards) == maps.engine(config, shards=2)
 
 
 @pytest.mark.parametrize("block", [128, 10])

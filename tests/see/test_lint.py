@@ -389,4 +389,5 @@ def test_a_numpy_integer_is_a_width_of_heads():
     mesh = sfx.MeshSpec({"tensor": 4})
     found = sfx.lint(tree, mesh, paths=rules, head_dim=64)
     assert [finding.code for finding in found] == ["cut-head", "cut-head"]
-    assert sfx.lint(tree, mesh, paths=rules, head_dim=np.int64(64)) == found
+    head_dim: Any = np.int64(64)
+    assert sfx.lint(tree, mesh, paths=rules, head_dim=head_dim) == found
