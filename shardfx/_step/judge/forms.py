@@ -207,10 +207,9 @@ def form_of(
         return _dot(instruction, views)
     if opcode == "iota":
         along = int(attribute(instruction, "iota_dimension"))
-        if shape[along] == 1:
-            dtype = arrays_in(instruction.result)[0].dtype
-            return Form(("single iota", dtype), (None,) * len(shape), ())
-        return iota_form(instruction, shape)
+        dims = tuple(0 if dim == along else None for dim in range(len(shape)))
+        # An iota is one value whatever its size, as long as any.
+        return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
     if opcode == "constant":
         dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
         dims = tuple(range(len(shape)))
@@ -252,13 +251,6 @@ def _called_by(instruction: Instruction, module: HloModule) -> tuple[str, ...]:
     if opcode == "custom-call":
         return _options_of(instruction)
     return ()
-
-
-def iota_form(instruction: Instruction, shape: Sequence[int]) -> Form:
-    """The form of an iota. Those of all sizes are one value, as long as any."""
-    dims: list[int | None] = [None] * len(shape)
-    dims[int(attribute(instruction, "iota_dimension"))] = 0
-    return Form(("iota", arrays_in(instruction.result)[0].dtype), tuple(dims), ())
 
 
 def _options_of(instruction: Instruction) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from .results import (
 )
 from .rules import applied
 from .shardings import WrongShard, cuts_of, shardings_in
+from .sources import without_row_of_iota
 from .values import Global
 from .verdict import (
     Outcome,
@@ -470,6 +471,8 @@ class Judge:
             else:
                 result = applied(self.context, instruction, held)
             require_shapes(instruction, result)
+            if isinstance(result, Held):
+                result = without_row_of_iota(self.context, result)
         except Wrong as error:
             if not all(is_matched(self.context, operand) for operand in held):
                 return each_result(

@@ -446,11 +446,11 @@ def _fits(context: Context, held: Held, array: Global) -> bool:
     if view_of(held).dims == array.view.dims:
         return True
     sizes = context.values.nodes[held.root].shape
-    dropped_dims = {axis.dim for axis in held.dropped_axes}
     for place, (axis, dim) in enumerate(zip(held.axes, array.view.dims, strict=True)):
         if axis is None and dim is not None:
-            # The array changes along it, so devices have one row at most.
-            if held.shape[place] != 1 or dim not in dropped_dims:
+            # The array changes along it, so devices have one row at most: the one in
+            # the dropped axes, and else the first.
+            if held.shape[place] != 1:
                 return False
             continue
         if axis is None or axis.dim == dim:

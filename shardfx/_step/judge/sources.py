@@ -6,10 +6,11 @@ import re
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .forms import iota_form, numbers
+from .forms import numbers
 from .held import MOST_KNOWN, NOWHERE, Context, Held
 from .joining import form_in, limits_of
 from .matching import held_result, node_for
+from .verdict import Unjudged
 
 
 OPCODES = ("constant", "iota", "partition-id", "replica-id")
@@ -29,11 +30,7 @@ def source(context: Context, instruction: Instruction) -> Held:
     if instruction.opcode == "replica-id":
         return Held(NOWHERE, (), (), known_numbers=np.zeros(devices, np.int64))
     if instruction.opcode == "iota":
-        # One of size 1 may be a shard of a longer one, or the number 0, which is a value
-        # of its own: a row of a longer one is no row of it.
-        form = iota_form(instruction, shape)
-        if not context.values.with_key(form.key):
-            form = form_in(context, instruction, [], shape)
+        form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
         held = held_result(
             context=context, form=form, instruction=instruction, shape=shape, cuts=cuts
@@ -50,6 +47,20 @@ def source(context: Context, instruction: Instruction) -> Held:
             table = np.broadcast_to(along_numbers, (devices, *sizes[1:]))
         return dataclasses.replace(held, known_numbers=table)
     return _constant(context, instruction, shape, array.dtype)
+
+
+def without_row_of_iota(context: Context, held: Held) -> Held:
+    """The same, where a row of an iota that has lost its dimension is no element of it:
+    the whole program has an iota of size 1 as the same value. What remains is a known
+    number. Raises `Unjudged` if it is not known.
+    """
+    is_row = any(axis.cut.starts.any() for axis in held.dropped_axes)
+    if not is_row or held.root < 0 or context.values.nodes[held.root].key[0] != "iota":
+        return held
+    if held.known_numbers is None:
+        raise Unjudged("a row of an iota without its dimension")
+    axes = (None,) * len(held.shape)
+    return Held(NOWHERE, held.shape, axes, known_numbers=held.known_numbers)
 
 
 def _constant(
