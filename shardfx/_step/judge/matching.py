@@ -124,9 +124,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     others. `None` if they hold none.
     """
     if held.root == array.view.root:
-        pairs = zip(held.axes, array.view.dims, strict=False)
-        is_row = any(axis is None and dim is not None for axis, dim in pairs)
-        return held if not is_row and _fits(context, held, array) else None
+        return held if _fits(context, held, array) else None
     if held.idiom is not None or held.root < 0 or array.view.root < 0:
         return None
     held_array = _elements(context, held, array)
@@ -446,13 +444,8 @@ def _fits(context: Context, held: Held, array: Global) -> bool:
     if view_of(held).dims == array.view.dims:
         return True
     sizes = context.values.nodes[held.root].shape
-    for place, (axis, dim) in enumerate(zip(held.axes, array.view.dims, strict=True)):
-        if axis is None and dim is not None:
-            # The array changes along it, so devices have one row at most: the one in
-            # the dropped axes, and else the first.
-            if held.shape[place] != 1:
-                return False
-            continue
+    for axis, dim in zip(held.axes, array.view.dims, strict=True):
+        # Nothing changes along a dimension without an axis, so any part of it fits.
         if axis is None or axis.dim == dim:
             continue
         # The array's view leaves out dimensions of size 1.
