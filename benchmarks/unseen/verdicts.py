@@ -11,6 +11,7 @@ A child process works through the cases. One that takes too long is ended, and s
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import select
@@ -24,7 +25,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from shardfx.errors import ProgramError
 from shardfx.testing import check_step
@@ -34,7 +37,7 @@ from ..faults._coverage import Error, document, judged_step, mesh_of, step_error
 from ..faults._families import Subject
 from ..faults._records import add_record, read_records
 from . import _open, _sealed
-from ._case import Case
+from ._case import Case, Made
 from ._one_device import shard_map_on_one_device
 
 
@@ -129,18 +132,39 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def compared_numbers(subject: Subject) -> dict[str, str]:
-    """Whether the numbers of a step are right beside those of a mesh of one device, or
-    else by `check_step`.
+    """Whether the numbers of a step are right beside those of a mesh of one device, in
+    its own dtypes or in float64, or else by `check_step`.
     """
     try:
         compared = numbers(step_errors(subject))
+        if compared["numbers"] == "right":
+            return compared
+        # Some steps make much of a rounding error, such as a simulation.
+        compared = numbers(wide_step_errors(subject))
     except _REFUSED:
-        # A step with a `shard_map` by hand can have no form for a mesh of one device.
+        # A step with a `shard_map` by hand can have no form for a mesh of one device,
+        # and another fixes a dtype.
         return checked_numbers(subject)
     if compared["numbers"] == "right":
-        return compared
-    # Some steps make much of a rounding error, such as a simulation.
+        return compared | {"dtype": "float64"}
     return checked_numbers(subject)
+
+
+def wide_step_errors(subject: Subject) -> list[Error]:
+    """How far off each result of a step is if all its floats are float64."""
+
+    def in_float64(mesh: Mesh) -> Made:
+        step, arguments = subject.make(mesh)
+        return step, jax.tree.map(_wide_struct, arguments)
+
+    with jax.enable_x64(True):
+        return step_errors(dataclasses.replace(subject, make=in_float64))
+
+
+def _wide_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if jnp.issubdtype(struct.dtype, np.floating):
+        return struct.update(dtype=np.float64)
+    return struct
 
 
 def numbers(errors: Sequence[Error]) -> dict[str, str]:
