@@ -90,9 +90,9 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
     analysis = compiled.memory_analysis()
     if isinstance(analysis, MemoryAnalysis):
         return analysis
-    devices: set[Any] = set()
+    devices: list[Any] = []
     for sharding in jax.tree.leaves(compiled.input_shardings):
-        devices |= sharding.device_set
+        devices += sharding.device_set
     names = (*_COUNTED_FIELDS, *_FIELDS_OF_PEAK)
     sizes = {name: int(getattr(analysis, name, 0)) for name in names}
     if any(device.platform == "tpu" for device in devices):
