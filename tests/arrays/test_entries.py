@@ -173,19 +173,19 @@ def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
 
 
 @pytest.mark.parametrize("donate", [None, 1.5, [None], [1.5], [[0]], np.array(0.5)])
-def test_what_is_no_name_and_no_position_is_not_donated(donate):
+def test_what_is_no_name_and_no_position_is_not_donated(donate, as_users_run_it):
     with pytest.raises(ValueError, match="`donate` names .*no positional parameter"):
         sfx.filter_jit(lambda a, b: a @ b, donate=donate)
 
 
 @pytest.mark.parametrize("position", [np.int64(0), np.array(0), jnp.array(0)])
-def test_an_integer_of_numpy_or_jax_is_a_position_to_donate(position):
+def test_an_integer_of_numpy_or_jax_is_a_position_to_donate(position, as_users_run_it):
     x = jnp.ones((4, 4))
     sfx.filter_jit(lambda a, b: a + b, donate=position)(x, jnp.ones((4, 4)))
     assert x.is_deleted()
 
 
-def test_a_function_without_known_parameters_is_refused():
+def test_a_function_without_known_parameters_is_refused(as_users_run_it):
     with pytest.raises(LeafTypeError, match="needs the parameters of `max`, which"):
         sfx.filter_jit(max)
     with pytest.raises(LeafTypeError, match="needs the parameters of `max`, which"):

@@ -330,7 +330,7 @@ def test_a_plan_cuts_a_cache_between_heads():
         assert actual == spec
 
 
-def test_what_the_mesh_of_bare_specs_cannot_be_is_named():
+def test_what_the_mesh_of_bare_specs_cannot_be_is_named(as_users_run_it):
     mesh: Any = MeshSpec({"data": 8})
     tree = {"w": P("data")}
     with pytest.raises(PlanMismatchError, match="is a JAX mesh, not MeshSpec; write"):
