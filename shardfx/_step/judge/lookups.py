@@ -252,8 +252,9 @@ def _shifted(operands: Sequence[Held]) -> Held | None:
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
         raise Unjudged("a lookup that is not finished")
     idiom = Shifted(offsets, None)
-    if isinstance(index.idiom, Clamped):
-        idiom = Shifted(offsets, *index.idiom)
+    clamped = index.idiom
+    if isinstance(clamped, Clamped):
+        idiom = Shifted(offsets, clamped.high, clamped.low, clamped.last)
     return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
@@ -313,8 +314,9 @@ def any_of_columns(
     dimension, which starts with false.
     """
     operand, start = operands
+    outside = operand.idiom
     over = numbers(instruction, "dimensions")
-    if not isinstance(operand.idiom, Outside) or over != (len(operand.shape) - 1,):
+    if not isinstance(outside, Outside) or over != (len(operand.shape) - 1,):
         raise Unjudged("a lookup that is not finished")
     if reducer_of(context.module, instruction) != "or" or not is_zero(start):
         raise Unjudged("a mask of columns by another reduction than `or`")
@@ -322,7 +324,7 @@ def any_of_columns(
         operand,
         shape=operand.shape[:-1],
         axes=operand.axes[:-1],
-        idiom=AnyOutside(*operand.idiom),
+        idiom=AnyOutside(outside.low, outside.high, outside.clamp),
     )
 
 
