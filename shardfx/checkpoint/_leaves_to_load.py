@@ -142,7 +142,8 @@ def leaves_to_load(
             # The texts of the problems take time to make, and there may be thousands.
             problems.append((path, None))
             continue
-        kind = (entry.shape, entry.dtype, planned.shape, planned.dtype)
+        stored = (entry.shape, entry.dtype, is_packed(entry))
+        kind = (*stored, planned.shape, planned.dtype)
         if kind in dtypes_by_kind and isinstance(entry, FileArray | StoreArray):
             leaf = LeafToLoad(
                 path=path,

@@ -10,9 +10,11 @@ the bytes of arrays are skipped.
 import dataclasses
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._ground.errors import CheckpointError
+from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray
 from ._files import is_shape
@@ -216,7 +218,7 @@ def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
     """An array of flax from its parts. Raises `CheckpointError` if they do not fit
     together.
     """
-    named = dtype_named(dtype)
+    named = _dtype_of_bytes(dtype)
     if not is_shape(shape):
         raise cursor.damaged("an array's shape is no list of sizes")
     if named is not None and math.prod(shape) * named.itemsize != data.nbytes:
@@ -226,6 +228,13 @@ def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
         dtype=dtype,
         data=data,
     )
+
+
+def _dtype_of_bytes(text: str) -> DType:
+    """The dtype of an array's bytes, by its name; `None` if they cannot be read as they
+    are: if JAX lacks the dtype, or if the first byte of an element is its highest.
+    """
+    return None if text.startswith(">") else dtype_named(text)
 
 
 def _is_spec(node: object) -> bool:
@@ -248,54 +257,71 @@ class Leaves(NamedTuple):
 
 def leaves_of(tree: Any, file: str) -> Leaves:
     """The leaves of a tree from the msgpack file `file`. Text and `None` are passed
-    over.
+    over. Raises `CheckpointError` if two leaves have one path: a key may contain "/".
     """
     leaves = Leaves(
         arrays=[],
         numbers={},
         elsewhere=[],
     )
-    _add(leaves, tree, "", file)
+    paths: set[str] = set()
+    for path, leaf in _nodes_of_leaves(tree, ""):
+        if path in paths:
+            raise CheckpointError(
+                f"{file!r} has two leaves with the path {quoted(path)}, since a key"
+                ' contains "/"; a path names one leaf. Rename one of them where the'
+                " checkpoint is made."
+            )
+        paths.add(path)
+        if isinstance(leaf, Array):
+            array = FileArray(
+                path=path,
+                shape=leaf.shape,
+                dtype=_dtype_of_bytes(leaf.dtype),
+                file=file,
+                stored=leaf.dtype,
+                offset=leaf.data.offset,
+            )
+            leaves.arrays.append(array)
+        elif not isinstance(leaf, dict):
+            leaves.numbers[path] = leaf
+        elif _CHUNKED in leaf:
+            leaves.arrays.append(_array_in_parts(leaf, path, file))
+        else:
+            leaves.elsewhere.append((path, leaf))
     return leaves
 
 
-def _add(leaves: Leaves, node: Any, path: str, file: str) -> None:
-    """Adds the leaves below the node `node` of a msgpack tree to `leaves`. `path` is
-    the path of the node; "" for the root.
+def _nodes_of_leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the node of each leaf at or below the node `node` of a
+    msgpack tree: an array, a number, or the dict of an array that is in parts or
+    elsewhere. `path` is the path of `node`; "" for the root.
     """
-    if isinstance(node, Array):
-        array = FileArray(
-            path=path,
-            shape=node.shape,
-            dtype=dtype_named(node.dtype),
-            file=file,
-            stored=node.dtype,
-            offset=node.data.offset,
-        )
-        leaves.arrays.append(array)
-    elif isinstance(node, bool | int | float | complex):
-        leaves.numbers[path] = node
-    elif isinstance(node, dict) and _CHUNKED in node:
-        sizes = node.get("shape")
-        shape = list(sizes.values()) if isinstance(sizes, dict) else []
-        if not is_shape(shape):
-            raise CheckpointError(
-                f"{quoted(path)} in {file!r} is an array in parts without a shape; the"
-                " file is damaged."
-            )
-        parts = FileArray(
-            path=path,
-            shape=tuple(shape),
-            dtype=None,
-            file=file,
-            stored="an array in parts",
-            offset=0,
-        )
-        leaves.arrays.append(parts)
-    elif _is_spec(node):
-        leaves.elsewhere.append((path, node))
+    if isinstance(node, Array | bool | int | float | complex):
+        yield path, node
+    elif isinstance(node, dict) and (_CHUNKED in node or _is_spec(node)):
+        yield path, node
     elif isinstance(node, dict | list):
         pairs = node.items() if isinstance(node, dict) else enumerate(node)
         for name, below in pairs:
             path_below = f"{path}/{name}" if path else str(name)
-            _add(leaves, below, path_below, file)
+            yield from _nodes_of_leaves(below, path_below)
+
+
+def _array_in_parts(node: dict[str, Any], path: str, file: str) -> FileArray:
+    """The array that flax has divided, from its dict in the msgpack file `file`."""
+    sizes = node.get("shape")
+    shape = list(sizes.values()) if isinstance(sizes, dict) else []
+    if not is_shape(shape):
+        raise CheckpointError(
+            f"{quoted(path)} in {file!r} is an array in parts without a shape; the"
+            " file is damaged."
+        )
+    return FileArray(
+        path=path,
+        shape=tuple(shape),
+        dtype=None,
+        file=file,
+        stored="an array in parts",
+        offset=0,
+    )

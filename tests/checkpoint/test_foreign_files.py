@@ -9,6 +9,7 @@ import hypothesis as hyp
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import pytest
 from _stores import zarr
@@ -138,6 +139,17 @@ def test_packed_tensors_of_one_shape_are_loaded_as_bytes(
         assert np.asarray(loaded[name]).tobytes() == data
 
 
+def test_packed_elements_beside_those_with_a_byte_each(tmp_path, mesh):
+    bits = np.arange(32, dtype=np.uint8).reshape(4, 8) % 16
+    saved = jnp.asarray(bits.view(F4)[::-1])
+    checkpoint.save(tmp_path / "a.safetensors", {"a": saved})
+    write(tmp_path / "b.safetensors", {"b": ("F4", [4, 8], halves(bits))})
+    struct = jax.ShapeDtypeStruct((4, 8), F4)
+    loaded = checkpoint.load(tmp_path, replicated({"a": struct, "b": struct}, mesh))
+    assert np.asarray(loaded["a"]).tobytes() == bits[::-1].tobytes()
+    assert np.asarray(loaded["b"]).tobytes() == bits.tobytes()
+
+
 def test_an_unreadable_array_blocks_no_other(tmp_path, mesh):
     for name, dtype in (("date", "<M8[s]"), ("w", "<f4")):
         (tmp_path / name).mkdir()
@@ -241,6 +253,32 @@ def test_files_of_flax_that_are_damaged_anywhere(tmp_path, mesh):
             checkpoint.read_index(path)
     path.write_bytes(b"\x81\xa1a" * 5000)
     with pytest.raises(CheckpointError, match="is nested more than 100 deep"):
+        checkpoint.read_index(path)
+
+
+def test_bytes_in_the_other_order_are_not_taken_for_numbers(tmp_path, mesh):
+    path = tmp_path / "flax_model.msgpack"
+    array = np.arange(4, dtype=">i4")
+    content = msgpack.packb((array.shape, array.dtype.str, array.tobytes()))
+    path.write_bytes(msgpack.packb({"w": msgpack.ExtType(1, content)}))
+    structs = {"w": jax.ShapeDtypeStruct((4,), jnp.int32)}
+    with pytest.raises(CheckpointError, match="stored as >i4"):
+        checkpoint.load(path, replicated(structs, mesh))
+
+
+ONE = np.ones(2, np.float32)
+SAME_PATHS = [
+    {"a": {"b": ONE}, "a/b": 2 * ONE},
+    {"a": {"b": 1}, "a/b": 2},
+    {"a": {"b": 1}, "a/b": ONE},
+]
+
+
+@pytest.mark.parametrize("state", SAME_PATHS)
+def test_a_file_of_flax_with_two_leaves_of_one_path(tmp_path, state):
+    path = tmp_path / "flax_model.msgpack"
+    path.write_bytes(serialization.msgpack_serialize(state))
+    with pytest.raises(CheckpointError, match="has two leaves with the path 'a/b', "):
         checkpoint.read_index(path)
 
 
