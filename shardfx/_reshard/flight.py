@@ -494,7 +494,9 @@ def carry_out(
     if not move.dst.addressable_devices:
         # JAX's own device_put asserts that it has something to put.
         return labelled(x, move.dst)
-    result = jax.device_put(x, move.dst)
+    # JAX's own copy to another memory fails if the order of the devices changes, too.
+    in_old_memory = move.dst.with_memory_kind(move.src.memory_kind)
+    result = jax.device_put(labelled(x, in_old_memory), move.dst)
     if donate:
         # JAX itself cannot donate across memory kinds. The copy keeps what it reads
         # until it is done.

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from moves import carry_out, move_of
+from moves import both_ways, carry_out, move_of
 
 from shardfx import PathRules, plan, reshard
 from shardfx._reshard.flight import Window
@@ -57,6 +57,24 @@ def test_offloads_are_bounded_in_flight():
         tree,
         expected,
     )
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@both_ways
+def test_offloading_to_another_order_of_the_devices(move, donate):
+    order = [2, 0, 3, 1]
+    source = {
+        "rows": jax.device_put(host((8, 4)), sharding((4,), "a")),
+        "whole": jax.device_put(host((8, 4), 1), sharding((4,))),
+    }
+    away = sharding((4,), "a", order=order, kind="pinned_host")
+    whole = sharding((4,), order=order, kind="pinned_host")
+    expected = {"rows": host((8, 4)), "whole": host((8, 4), 1)}
+    there = move(source, {"rows": away, "whole": whole}, donate=donate)
+    assert there["whole"].sharding == whole
+    assert_equal(there, expected)
+    shardings = {"rows": sharding((4,), "a"), "whole": sharding((4,))}
+    assert_equal(move(there, shardings, donate=donate), expected)
 
 
 @pytest.mark.skipif(
