@@ -105,7 +105,8 @@ def in_columns(pieces: Sequence[Piece]) -> Grouped:
             others.append(piece)
         else:
             # The pieces of a stack have one tuple of factors, which takes long to hash.
-            kind = (id(piece.factors), value.casts)
+            # So have arrays of one element, whatever their rank.
+            kind = (id(piece.factors), len(piece.source), value.casts)
             groups.setdefault(kind, []).append(piece)
     alike = [_alike_pieces(group) for group in groups.values()]
     return Grouped(alike=alike, others=others)

@@ -111,7 +111,8 @@ def _stack_of_alike(
     # The paths of the leaves of the first part, then those of the second, and so on;
     # `width` for each part.
     paths = paths_in_stack(stack, binding, numbers, leaves_made.leaves)
-    if paths is None or len(paths) % len(numbers):
+    # A stack of constants has no paths.
+    if not paths or len(paths) % len(numbers):
         return None
     width = len(paths) // len(numbers)
     if not _are_alike(paths, width, leaves_made.leaves):

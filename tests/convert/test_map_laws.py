@@ -272,3 +272,25 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
     for path, array in tree_map.apply(jax_arrays).items():
         same(array, whole[path])
+
+
+def test_parts_of_one_element_have_any_rank():
+    parts = [From("scalar.{i}").reshape(1), From("matrix.{i}").reshape(1)]
+    tree_map = TreeMap({"x": From.concat(parts).stack("i")})
+    arrays = {}
+    for number in range(2):
+        arrays[f"scalar.{number}"] = np.float32(number)
+        arrays[f"matrix.{number}"] = np.full((1, 1), number + 2, np.float32)
+    expected = np.float32([[0, 2], [1, 3]])
+    same(tree_map.apply(arrays)["x"], expected)
+    same(tree_map.then(TreeMap({"y": From("x").T})).apply(arrays)["y"], expected.T)
+    back = tree_map.inverse().apply({"x": expected}, like=arrays)
+    for path, array in arrays.items():
+        same(back[path], array)
+
+
+def test_constants_are_stacked():
+    constant = From.constant(2, (3,), "int32")
+    tree_map = TreeMap({"x": constant.stack("i", count=2), "w": "w"})
+    arrays = {"w": np.float32(1)}
+    same(tree_map.apply(arrays)["x"], np.full((2, 3), 2, np.int32))
