@@ -51,11 +51,12 @@ def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content
 
 
 def _is_small_for_plan(row: Row) -> bool:
-    """Whether the argument `min_bytes` of `plan` leaves an array as it is, so that no
-    mesh axis is tried for it.
+    """Whether an array has fewer bytes than the argument `min_bytes` of `plan`, which
+    then tries no mesh axis for it.
 
-    The `min_bytes` of a strategy may leave it as it is, too. But then the axes before
-    the strategy are tried, and those that do not fit have other reasons.
+    A strategy has a `min_bytes` of its own, and gives the same reason, `small`. By then
+    the axes of the rule's spec have been tried. If one of them did not fit, the array
+    has another reason as well.
     """
     codes = [why.code for why in row.reasons]
     has_tried_axes = any(code.is_cut or code is Code.absent for code in codes)
