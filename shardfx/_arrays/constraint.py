@@ -130,6 +130,7 @@ def constrain(
         ```python
         import jax
         import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, MeshSpec, constrain, plan
 
         mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
@@ -140,7 +141,7 @@ def constrain(
         def layer(x):
             return constrain(jnp.tanh(x), ("batch", "mlp"), made)
 
-        assert layer(jnp.ones((8, 32))).sharding.spec == jax.P("data", "tensor")
+        assert layer(jnp.ones((8, 32))).sharding.spec == P("data", "tensor")
         _, decision = constrain(jnp.ones((8, 30)), ("batch", "mlp"), made, explain=True)
         print(decision.reasons[0])  # dim 1: size 30 is not divisible by `tensor` (4); ...
         ```

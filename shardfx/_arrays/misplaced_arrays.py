@@ -157,13 +157,14 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
         tree = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
         plan = sfx.plan(tree, mesh, paths=sfx.PathRules.parse("w->data, b->replicate"))
         assert not sfx.misplaced(sfx.shard(tree, plan), plan)
 
-        tree = jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
+        tree = jax.device_put(tree, jax.NamedSharding(mesh, P()))
         (row,) = sfx.misplaced(tree, plan)
         assert (row.path, row.excess_bytes) == ("w", 7 * 16)
         ```

@@ -43,6 +43,7 @@ def field(
         import equinox as eqx
         import jax
         import shardfx
+        from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, MeshSpec
 
         class Dense(eqx.Module):
@@ -55,7 +56,7 @@ def field(
         model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
         rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
         made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
-        assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
+        assert made["layers/weight"].spec == P(None, "tensor", "fsdp")
         ```
     """
     if others:

@@ -369,13 +369,14 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             ```python
             import jax
             import jax.numpy as jnp
+            from jax.sharding import PartitionSpec as P
             from shardfx import AxisRules, MeshSpec, plan
 
             axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
             mesh = MeshSpec({"data": 2, "fsdp": 4}).build(jax.devices())
             made = plan({"w": jnp.ones((16, 8))}, mesh, names={"w": ("embed", None)}, axes=axes)
             batch = jax.device_put(jnp.ones((32, 16)), made.sharding(("batch", None)))
-            assert batch.sharding.spec == jax.P(("data", "fsdp"))
+            assert batch.sharding.spec == P(("data", "fsdp"))
             ```
         """
         sizes = None if shape is None else sizes_of_shape(shape)
@@ -491,6 +492,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             ```python
             import jax
             import jax.numpy as jnp
+            from jax.sharding import PartitionSpec as P
             from shardfx import MeshSpec, PathRules, diff, plan
 
             tree = {
@@ -499,7 +501,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             }
             before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
             after = before.replan(MeshSpec({"data": 6}))
-            assert after["w"].spec == jax.P("data") and after["b"].spec == jax.P()
+            assert after["w"].spec == P("data") and after["b"].spec == P()
             print(diff(before, after))
             ```
         """

@@ -388,10 +388,11 @@ def unsharded(
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         def step(x, w):
-            w = jax.sharding.reshard(w, jax.P(None, "tensor"))
-            return jnp.matmul(x, w, out_sharding=jax.P("data", "tensor"))
+            w = jax.sharding.reshard(w, P(None, "tensor"))
+            return jnp.matmul(x, w, out_sharding=P("data", "tensor"))
 
         with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"))):
             y = sfx.testing.unsharded(step)(jnp.ones((3, 5)), jnp.ones((5, 7)))

@@ -70,6 +70,7 @@ def auto_axes(
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = jax.make_mesh((4, 2), ("data", "tensor"))
         axes = sfx.AxisRules([("batch", "data"), ("embed", "data"), ("mlp", "tensor")])
@@ -80,9 +81,9 @@ def auto_axes(
             return jax.nn.relu(x @ w)
 
         block = sfx.auto.auto_axes(block, plan, out=("batch", "mlp"))
-        x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, P("data")))
         y = jax.jit(block)(x, sfx.shard(w, plan))
-        assert jax.typeof(y).sharding.spec == jax.P("data", "tensor")
+        assert jax.typeof(y).sharding.spec == P("data", "tensor")
         ```
     """
     if not callable(function):

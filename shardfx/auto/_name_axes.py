@@ -127,6 +127,7 @@ def name_axes(step: object, *args: PyTree) -> NamedAxes:
         import jax
         import jax.numpy as jnp
         import shardfx
+        from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, MeshSpec
 
         def loss(params, x):
@@ -140,7 +141,7 @@ def name_axes(step: object, *args: PyTree) -> NamedAxes:
         rules = AxisRules([(axis.name, None) for axis in found.axes])
         rules = rules.prepend([("mlp", "tensor")])
         made = shardfx.plan(params, MeshSpec({"tensor": 8}), names=found.names[0], axes=rules)
-        assert made["up"].spec == jax.P(None, "tensor") and made["down"].spec == jax.P("tensor")
+        assert made["up"].spec == P(None, "tensor") and made["down"].spec == P("tensor")
         ```
     """
     function, args = untraced(step, args)

@@ -146,12 +146,13 @@ def plan(
         ```python
         import jax
         import shardfx
+        from jax.sharding import PartitionSpec as P
 
         tree = {"up": jax.ShapeDtypeStruct((16384, 65536), "float32")}
         made = shardfx.auto.plan(tree, "tpu:v5e:4x4")
         print(made.why)
         print(made.code())
-        assert made["up"].spec == jax.P(None, "fsdp")
+        assert made["up"].spec == P(None, "fsdp")
         ```
     """
     flat = flatten(tree)

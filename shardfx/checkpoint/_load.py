@@ -214,6 +214,7 @@ def load(
         import jax
         import jax.numpy as jnp
         import shardfx
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, PathRules, checkpoint
 
         tree = {"wi": jnp.ones((64, 8)), "wo": jnp.ones((8, 64))}
@@ -224,7 +225,7 @@ def load(
 
         columns = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->None.fsdp"))
         again = checkpoint.load(directory, columns)
-        assert again["wi"].sharding.spec == jax.P(None, "fsdp")
+        assert again["wi"].sharding.spec == P(None, "fsdp")
         ```
     """
     # If a writer replaces a file meanwhile, it is read again from its header on. With

@@ -131,11 +131,12 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         ```python
         import jax
         import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec
         from shardfx.cost import compare, estimate
 
         mesh = MeshSpec({"data": 8}).build(jax.devices())
-        rows = jax.NamedSharding(mesh, jax.P("data"))
+        rows = jax.NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=rows)
         step = lambda x: jax.lax.with_sharding_constraint(x.T @ x, rows)
         compiled = jax.jit(step).lower(x).compile()

@@ -159,13 +159,14 @@ def seconds(
         ```python
         import jax
         import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, PathRules, plan
         from shardfx.cost import compile_for, seconds, traffic
 
         mesh = MeshSpec({"data": 8})
         x = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.float32)
         batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
-        whole = jax.NamedSharding(mesh.abstract(), jax.P())
+        whole = jax.NamedSharding(mesh.abstract(), P())
         step = jax.jit(jnp.sin, out_shardings=whole)
         made = compile_for(step, batch.structs, target="cpu")
         found = seconds(traffic(made), "v5p", mesh)

@@ -110,12 +110,13 @@ def traffic(
         ```python
         import jax
         import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec
         from shardfx.cost import traffic
 
         mesh = MeshSpec({"data": 8}).build(jax.devices())
-        rows = jax.NamedSharding(mesh, jax.P("data"))
-        whole = jax.NamedSharding(mesh, jax.P())
+        rows = jax.NamedSharding(mesh, P("data"))
+        whole = jax.NamedSharding(mesh, P())
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         compiled = jax.jit(jnp.sin, out_shardings=whole).lower(x).compile()
         (row,) = traffic(compiled).rows

@@ -140,15 +140,16 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         def loss(w, x):
             return jnp.sum(jax.nn.relu(x @ w["up"]) @ w["down"])
 
         mesh = jax.make_mesh((4, 2), ("data", "tensor"))
-        rules = [("up", jax.P(None, "tensor")), ("down", jax.P("tensor"))]
+        rules = [("up", P(None, "tensor")), ("down", P("tensor"))]
         w = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
         plan = sfx.plan(w, mesh, paths=sfx.PathRules(rules))
-        x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, P("data")))
         print(sfx.cost.typed(loss, plan.structs, x))
         ```
     """

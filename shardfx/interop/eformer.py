@@ -71,6 +71,7 @@ def shardings(
         import tempfile
         import jax
         import numpy as np
+        from jax.sharding import PartitionSpec as P
         from safetensors.numpy import save_file
         from shardfx import MeshSpec, checkpoint
         from shardfx.interop import eformer
@@ -80,8 +81,8 @@ def shardings(
         save_file(arrays, f"{directory}/model.safetensors")
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
         index = checkpoint.read_index(directory)
-        tree = eformer.shardings(index, mesh, default=jax.P("dp", "tp"))
-        assert tree["model"]["w"].spec == jax.P("dp", "tp") and tree["step"].spec == jax.P()
+        tree = eformer.shardings(index, mesh, default=P("dp", "tp"))
+        assert tree["model"]["w"].spec == P("dp", "tp") and tree["step"].spec == P()
         ```
     """
     return jax.tree.map(
@@ -189,13 +190,14 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         ```python
         import jax
         import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec
         from shardfx.interop import eformer
 
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
         tree = {"w": jnp.ones((8, 8)), "norm": {"scale": jnp.ones(8), "bias": jnp.ones(8)}}
-        placed = eformer.apply(tree, {"w": jax.P("dp", "tp"), "norm": None}, mesh=mesh)
-        assert placed["w"].sharding.spec == jax.P("dp", "tp")
+        placed = eformer.apply(tree, {"w": P("dp", "tp"), "norm": None}, mesh=mesh)
+        assert placed["w"].sharding.spec == P("dp", "tp")
         ```
     """
     try:

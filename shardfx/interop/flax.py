@@ -45,6 +45,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
         ```python
         import flax.linen as nn
         import jax
+        from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, MeshSpec, plan
         from shardfx.interop import flax as interop
 
@@ -54,7 +55,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
         rules = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])
         mesh, names = MeshSpec({"fsdp": 4, "tensor": 2}), interop.names_of(boxed, default=())
         made = plan(interop.unboxed(boxed), mesh, names=names, axes=rules)
-        assert made["params/kernel"].spec == jax.P("fsdp", "tensor")
+        assert made["params/kernel"].spec == P("fsdp", "tensor")
         ```
     """
 

@@ -227,6 +227,7 @@ def rules_of(
 
         ```python
         import jax
+        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan
         from shardfx.interop import huggingface
 
@@ -235,7 +236,7 @@ def rules_of(
         weight = jax.ShapeDtypeStruct((1024, 4096), "bfloat16")
         tree = {"model.layers.0.self_attn.k_proj.weight": weight}
         made = plan(tree, MeshSpec({"tensor": 4}), paths=rules)
-        assert made.leaves[0].spec == jax.P("tensor")
+        assert made.leaves[0].spec == P("tensor")
         ```
     """
     if not isinstance(plans, Plans):

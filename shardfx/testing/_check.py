@@ -193,9 +193,10 @@ def check_step(
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
-        x = jax.device_put(jnp.ones((64, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        x = jax.device_put(jnp.ones((64, 16)), jax.NamedSharding(mesh, P("data")))
         assert sfx.testing.check_step(lambda x: jnp.tanh(x.T @ x), x)
         ```
     """

@@ -262,11 +262,12 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
-        rows = jax.NamedSharding(mesh, jax.P("data"))
+        rows = jax.NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
-        step = jax.jit(jnp.sin, out_shardings=jax.NamedSharding(mesh, jax.P()))
+        step = jax.jit(jnp.sin, out_shardings=jax.NamedSharding(mesh, P()))
         print(sfx.testing.traffic_text(sfx.cost.traffic(step.lower(x))))
         ```
 
@@ -353,9 +354,10 @@ def assert_collectives(
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
-        rows = jax.NamedSharding(mesh, jax.P("data"))
+        rows = jax.NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         traffic = sfx.cost.traffic(jax.jit(jnp.sum).lower(x))
         limits = {"all-reduce over data": 1}
@@ -530,9 +532,10 @@ def shardings_text(shardings: StepShardings) -> str:
         import jax
         import jax.numpy as jnp
         import shardfx as sfx
+        from jax.sharding import PartitionSpec as P
 
         mesh = sfx.MeshSpec({"data": 8}).abstract()
-        rows = jax.NamedSharding(mesh, jax.P("data"))
+        rows = jax.NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         print(sfx.testing.shardings_text(sfx.cost.shardings(jnp.sin, x)))
         ```

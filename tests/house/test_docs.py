@@ -291,3 +291,6 @@ def test_pages_spell_partition_specs_one_way():
             # Other fences show what a program printed.
             if fence["language"] in ("python", "py"):
                 assert not other.search(fence["body"]), (page, fence["body"])
+    for name, example in EXAMPLES:
+        for block in example:
+            assert not other.search(block.code), name
