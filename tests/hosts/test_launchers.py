@@ -12,8 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
+import numpy as np
 import pytest
 from _processes import free_port
 
@@ -163,7 +166,6 @@ def script_for(launcher: Callable[..., dict[str, str]], count: int, port: int) -
         replaced["local_device_ids=range(8)"] = ""
     script = SCRIPTS[f"{name}.py"].replace(":1234", f":{port}")
     replaced |= {
-        f'localhost:{port}", 2,': f'localhost:{port}", {count},',
         "range(2)": f"range({count})",
         "remote(address, 2,": f"remote(address, {count},",
     }
@@ -180,37 +182,48 @@ class Ended(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What came of the processes of each launcher, and the number of processes."""
+    """What came of the processes of each launcher, and the number of processes.
+    `resumed` are processes started by hand, of another number, that load what those
+    before saved. `losses` are those of one device: of three steps before the save, and
+    of three after it.
+    """
 
     processes: int
     ended: dict[Callable[..., dict[str, str]], Ended]
+    resumed_processes: int
+    resumed: Ended
+    losses: list[float]
 
 
-@pytest.fixture(scope="module", params=COUNTS)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """What came of each launcher's processes, all of which run at once."""
-    count = request.param
-    folder = tmp_path_factory.mktemp("launchers")
-    for name, text in SCRIPTS.items():
-        (folder / name).write_text(text)
-    (folder / "ray.py").write_text(RAY)
-    (folder / "runner.py").write_text(RUNNER)
-    launches = []
-    for launcher in LAUNCHERS:
-        port = free_port()
-        script = script_for(launcher, count, port)
-        (folder / f"{launcher.__name__}.py").write_text(script)
-        launches += [
-            {
-                "script": f"{launcher.__name__}.py",
-                "log": f"{launcher.__name__}.txt",
-                "bind": f"127.0.0.1:{port}",
-                "variables": launcher(index, count, port),
-                "arguments": [str(index)],
-            }
-            for index in range(started_by(launcher, count))
-        ]
+def launches_of(
+    folder: Path,
+    launcher: Callable[..., dict[str, str]],
+    count: int,
+    log: str,
+    saved: tuple[str, ...] = (),
+) -> list[dict[str, Any]]:
+    """What `RUNNER` needs to start each of the processes that a launcher starts. Their
+    script is written to the `folder`. `saved` names what a job by hand loads.
+    """
+    port = free_port()
+    script = f"{launcher.__name__}.py"
+    (folder / script).write_text(script_for(launcher, count, port))
+    return [
+        {
+            "script": script,
+            "log": log,
+            "bind": f"127.0.0.1:{port}",
+            "variables": launcher(index, count, port),
+            "arguments": [str(count), str(index), *saved],
+        }
+        for index in range(started_by(launcher, count))
+    ]
 
+
+def statuses_of(folder: Path, launches: list[dict[str, Any]], count: int) -> list[int]:
+    """Starts processes, all at once, and returns their statuses. `count` of them share
+    the devices of a job.
+    """
     others = {
         name: value
         for name, value in os.environ.items()
@@ -237,25 +250,81 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         # Its forks are of its group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(runner.pid, signal.SIGKILL)
+    return json.loads(printed)
 
-    statuses = iter(json.loads(printed))
+
+@pytest.fixture(scope="module", params=COUNTS)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """What came of each launcher's processes, all of which run at once."""
+    count = request.param
+    (resumed_count,) = set(COUNTS) - {count}
+    folder = tmp_path_factory.mktemp("launchers")
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(text)
+    (folder / "ray.py").write_text(RAY)
+    (folder / "runner.py").write_text(RUNNER)
+    launches = []
+    for launcher in LAUNCHERS:
+        log = f"{launcher.__name__}.txt"
+        launches += launches_of(folder, launcher, count, log)
+    statuses = iter(statuses_of(folder, launches, count))
     ended = {}
     for launcher in LAUNCHERS:
         ended[launcher] = Ended(
             statuses=list(itertools.islice(statuses, started_by(launcher, count))),
             text=(folder / f"{launcher.__name__}.txt").read_text(),
         )
-    return Job(count, ended)
+    launches = launches_of(
+        folder=folder,
+        launcher=by_hand,
+        count=resumed_count,
+        log="resumed.txt",
+        saved=("step_3",),
+    )
+    resumed = Ended(
+        statuses=statuses_of(folder, launches, resumed_count),
+        text=(folder / "resumed.txt").read_text(),
+    )
+    return Job(
+        processes=count,
+        ended=ended,
+        resumed_processes=resumed_count,
+        resumed=resumed,
+        losses=losses_of(count, resumed_count),
+    )
+
+
+def losses_of(*counts: int) -> list[float]:
+    """The losses of the page's steps on one device: three for each number of processes.
+    The rows of a process hold its number.
+    """
+    names: dict[str, Any] = {}
+    exec(SCRIPTS["train.py"], names)
+    model = names["make"](jax.random.key(0))
+    state = names["optimizer"].init(eqx.filter(model, eqx.is_array))
+    step = eqx.filter_jit(names["step"])
+    losses = []
+    for count in counts:
+        batch = np.repeat(np.arange(count, dtype=np.float32), 16 // count)
+        rows = np.tile(batch[:, None], 64)
+        for _ in range(3):
+            model, state, loss = step(model, state, rows)
+            losses.append(float(loss))
+    return losses
+
+
+def printed_losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^loss (.+)$", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_of_the_page_starts_and_trains(launcher, job: Job):
     statuses, text = job.ended[launcher]
     assert statuses == [0] * started_by(launcher, job.processes), text
-    # Rows hold the number of their process, and each is summed over 64 ones.
-    mean = 64 * sum(range(job.processes)) / job.processes
     assert text.count(f"processes {job.processes} devices {DEVICES}\n") == 1
-    assert f"mean {mean}\n" in text
+    losses = printed_losses(text)
+    assert losses == pytest.approx(job.losses[:3], rel=1e-5)
+    assert losses[-1] < losses[0]
 
 
 def test_slurm_gives_each_process_its_gpus(job: Job):
@@ -266,10 +335,10 @@ def test_slurm_gives_each_process_its_gpus(job: Job):
         assert text.count(f"sees GPUs {index}\n") == 1
 
 
-def test_processes_started_by_hand_load_what_they_saved(job: Job):
-    _, text = job.ended[by_hand]
-    for index in range(job.processes):
-        assert f"process {index} loaded {64 * 8}.0\n" in text
+def test_other_processes_by_hand_go_on_from_what_was_saved(job: Job):
+    statuses, text = job.resumed
+    assert statuses == [0] * job.resumed_processes, text
+    assert printed_losses(text) == pytest.approx(job.losses[3:], rel=1e-5)
 
 
 def test_the_page_has_a_script_for_each_launcher():
