@@ -40,7 +40,6 @@ FILES = "https://github.com/shardfx/shardfx/blob/main/benchmarks/results"
 HANDS_HEADER = ("devices", "models", "choice is faster", "best ratio", "worst ratio")
 # From this ratio on a choice is no better.
 BETTER = 0.995
-COUNTS_HEADER = ("results", "suite", "findings", "limits that hold")
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 HANDS = """\
 Training steps under the plan that `search` chooses; the ratio is its time over that of the best plan by hand. *By the
@@ -147,21 +146,6 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     return "\n\n".join([_aligned(rows), *_lines("Differences", notes)])
 
 
-# A trial that was measured once and then dropped; its program is not kept.
-EXCHANGE = """\
-300 random moves of 64 MiB on six meshes, half of them of shapes that only some axes divide. One model prices both
-sides: 90 GB/s a link, dimension by dimension, and 3 or 10 microseconds a collective. Times are over those of the steps
-that `reshard` takes; within 1 % is equal.
-
-| network | a collective | faster | equal | slower | worst | sum |
-|---|---|---|---|---|---|---|
-| torus | 3 us | 45 | 170 | 85 | 4.15 | 1.117 |
-| switch | 10 us | 38 | 256 | 6 | 2.64 | 0.995 |
-
-It would have replaced the search if no move got slower. The worst is `P("a", "b")` to `P(None, "a", "b")` on 6x4:
-twelve permutes where the search needs two all-to-alls."""
-
-
 def page(
     files: Mapping[str, Mapping[str, Any]], hands: Sequence[Mapping[str, Any]] = ()
 ) -> str:
@@ -176,7 +160,7 @@ def page(
     parts = ["# Benchmarks", COMMANDS, *_summary(files), INTRODUCTION]
     for name, (text, _) in plots(files).items():
         parts += [f"![{text.partition(':')[0]}]({name})", text]
-    counted_rows = []
+    counted = []
     for name, document in files.items():
         if document["quick"]:
             continue
@@ -185,22 +169,22 @@ def page(
             records = [Record(**record) for record in plain_records]
             races = _race_rows(records)
             if not races:
-                link = f"[{name}]({FILES}/{name}.json)"
-                counted_rows.append((link, suite, *_counts(records)))
+                _, limits = _counts(records)
+                counted.append(f"[{name}]({FILES}/{name}.json) ({limits})")
                 continue
             table_of_races = _aligned([SHORT_HEADER, *races])
             findings, limits = _counts(records)
             counts = f"{findings} findings, {limits} limits hold. {link}."
             parts += [f"## {name}: {suite}", table_of_races, counts]
-    if counted_rows:
-        parts += ["## Without a race", _aligned([COUNTS_HEADER, *counted_rows])]
+    if counted:
+        results = ", ".join(counted)
+        parts += ["## Without a race", f"Limits that hold: {results}."]
     if hands:
         parts += [
             "## The search against rules by hand",
             HANDS,
             _aligned([HANDS_HEADER, *_by_hand(hands)]),
         ]
-    parts += ["## A design that is not used: one exchange, then all-gathers", EXCHANGE]
     return "\n\n".join(parts) + "\n"
 
 
