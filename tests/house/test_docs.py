@@ -271,9 +271,22 @@ def test_readme_commands_name_what_exists():
         assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
 
 
-def test_the_readme_is_short():
+def test_the_pages_are_short():
     words = (ROOT / "README.md").read_text().split()
     assert len(words) <= 900
+    word_counts = [len(page.read_text().split()) for page in PAGES]
+    assert sum(word_counts) <= 46_000
+
+
+def test_a_page_that_takes_jax_devices_emulates_them_first():
+    """So that it runs on a laptop, too."""
+    taking = re.compile(r"jax\.(devices|make_mesh)\(")
+    for page in RUN:
+        examples = blocks(page.read_text())
+        code = "\n".join(block.code for block in examples if block.file is None)
+        devices = taking.search(code)
+        if devices is not None:
+            assert "jax_num_cpu_devices" in code[: devices.start()], page
 
 
 def test_pages_spell_partition_specs_one_way():
