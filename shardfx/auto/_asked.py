@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
-from .. import chips
+from .. import chips, topology
 from .._arrays import filter_jit
 from .._ground.errors import (
     LeafTypeError,
@@ -112,7 +112,9 @@ def search_options(
         )
     options = _unrepeated_options(repeated, chip)
     total = options.total * repetitions
-    slice_count = max(slices, repetitions)
+    slice_count = slices
+    if slices == 1:
+        slice_count = max(repetitions, options.slices)
     if total % slice_count:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
@@ -138,8 +140,9 @@ def _unrepeated_options(
 ) -> SearchOptions:
     """The number of devices, their kind, and the name of the slice. `devices` is a
     number, a text such as "cpu:8" or "tpu:v5e:2x4" without a "*3", or JAX's devices.
-    Only the text of a slice gives the fields `target` and `extents`. `chip` is the kind;
-    `None` if `devices` shows it. Raises `MeshError` for other values.
+    Only the text of a slice gives the fields `target` and `extents`, and only JAX's
+    devices may be in several `slices`. `chip` is the kind; `None` if `devices` shows it.
+    Raises `MeshError` for other values.
     """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
@@ -169,7 +172,20 @@ def _unrepeated_options(
         kind = EMULATED
     else:
         kind = listed[0].device_kind
-    return SearchOptions(total=len(listed), chip=chips.find(kind))
+    return SearchOptions(
+        total=len(listed),
+        chip=chips.find(kind),
+        slices=_equal_slices(listed),
+    )
+
+
+def _equal_slices(devices: Sequence[Any]) -> int:
+    """The number of slices of JAX's devices. Slices of unequal numbers of devices count
+    as one: no axis of a mesh could span them.
+    """
+    slices = topology.slices(devices)
+    sizes = {len(indices) for indices in slices}
+    return len(slices) if len(sizes) == 1 else 1
 
 
 def _options_of_text(devices: str, chip: str | chips.Chip | None) -> SearchOptions:

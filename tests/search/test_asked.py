@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from _devices import chips
 from models import Struct, f32, mlp_step
 from parts_of_search import search_options
 
@@ -33,6 +34,21 @@ def test_slices_in_the_text():
     assert search_options(32, "v5p").extents == (2, 4, 4)
     assert search_options(32, "v5p", 2).extents == (2, 2, 4)
     assert search_options("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
+
+
+def test_jax_devices_say_how_many_slices_they_are_in():
+    devices = chips((4, 4, 1, 1), kind="TPU v5 lite", slices=2)
+    both = search_options(devices, None)
+    assert both.total == 32
+    assert both.slices == 2
+    assert both.extents == (4, 4)
+    assert both.targets == 1
+    assert search_options(devices[:16], None).slices == 1
+    # Slices of unequal numbers of devices are one network.
+    assert search_options(devices[:24], None).slices == 1
+    assert search_options(jax.devices(), None).slices == 1
+    # The caller may know more.
+    assert search_options(devices, None, 4).slices == 4
 
 
 LIMITED = {**V5E, "limits": Limits(always=("batch",))}
