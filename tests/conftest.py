@@ -64,6 +64,7 @@ _STANDARD_PROMOTION = {
     "test_hosts",
     "test_interop_flax",
     "test_jit",
+    "test_launchers",
     "test_messages",
     "test_minilm",
     "test_name_axes",
