@@ -4,7 +4,7 @@ expression is made.
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -42,6 +42,19 @@ SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
         "plus": (1, "finite"),
     }
 )
+
+
+def _operations_with(kinds: Iterable[str]) -> frozenset[str]:
+    """The operations with an argument of one of these kinds."""
+    operations = set()
+    for op, (_, words) in SIGNATURES.items():
+        if any(kind in words for kind in kinds):
+            operations.add(op)
+    return frozenset(operations)
+
+
+# Their numbers may be floats and bools; those of other operations are ints.
+OPERATIONS_WITH_NUMBER: Final = _operations_with(["number", "finite", "factor"])
 
 
 def arguments_of(op: str, argument_count: int) -> list[tuple[str, str]]:
@@ -111,11 +124,13 @@ def _number(value: Any) -> int | float | None:
     and for any other value.
     """
     number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, float):
+    if isinstance(number, bool):
         return number
+    if isinstance(number, float):
+        return float(number)
     # Python raises for larger integers where a float is needed.
     if isinstance(number, int) and abs(number) < 2**1023:
-        return number
+        return int(number)
     return None
 
 

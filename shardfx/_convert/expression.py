@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._ground.errors import MapError
 from .._ground.misuse import refused
-from .arguments import SIGNATURES, arguments_of, checked_arguments
+from .arguments import (
+    OPERATIONS_WITH_NUMBER,
+    SIGNATURES,
+    arguments_of,
+    checked_arguments,
+)
 from .patterns import pattern
 
 
@@ -16,7 +21,7 @@ from .patterns import pattern
 _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True, init=False, eq=False)
 class From:
     """An expression of a [`shardfx.TreeMap`][]: a leaf of the source, and operations
     that make a leaf of the target.
@@ -62,6 +67,14 @@ class From:
                 " `From('layers/{i}/weight')`."
             )
         _set_fields(self, "leaf", (), (path,))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, From):
+            return NotImplemented
+        return _key_of(self) == _key_of(other)
+
+    def __hash__(self) -> int:
+        return hash(_key_of(self))
 
     @property
     def path(self) -> str:
@@ -239,6 +252,17 @@ def _set_fields(
         object.__setattr__(expression, name, value)
 
 
+def _key_of(expression: From) -> tuple[object, ...]:
+    """The fields by which expressions are compared. It has the text of arguments with a
+    number: 0.0 and -0.0 are equal as numbers, as are 1, 1.0 and True, and a NaN is not
+    equal to another one.
+    """
+    args: object = expression.args
+    if expression.op in OPERATIONS_WITH_NUMBER:
+        args = repr(args)
+    return expression.op, args, expression.of
+
+
 def _operation(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     """The expression of an operation on the operands `of`, with its arguments checked."""
     for part in of:
@@ -281,7 +305,8 @@ def _code_of_arguments(expression: From) -> list[str]:
     for (name, _), value in zip(words, expression.args, strict=True):
         if not name:
             arguments.append(repr(value))
-        elif value != _DEFAULTS[name]:
+        # 0.0, -0.0 and False are equal to the default 0.
+        elif repr(value) != repr(_DEFAULTS[name]):
             arguments.append(f"{name}={value!r}")
     return arguments
 

@@ -202,11 +202,73 @@ def test_a_map_is_its_text_and_its_json(case):
     assert text in html.unescape(tree_map._repr_html_())
 
 
-def test_maps_that_differ_in_the_sign_of_a_zero_are_not_equal():
-    first = TreeMap({"v": From("v").plus(0.0)})
-    second = TreeMap({"v": From("v").plus(-0.0)})
-    assert first != second
-    assert len({first, second}) == 2
+NUMBERS = [0, 0.0, -0.0, False, 1, 1.0, True, 2**53, 2.0**53, math.nan, math.inf]
+
+
+def drawn_rule(draw, depth):
+    """A rule with numbers that are equal in Python and no same text."""
+    kinds = ["leaf", "constant"]
+    if depth:
+        kinds += ["pad_to", "plus", "times", "at", "concat"]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "leaf":
+        return From(draw(st.sampled_from("ab")))
+    # `float` makes an object of its own of a text, also of that of a NaN.
+    number = draw(st.sampled_from(NUMBERS))
+    if isinstance(number, float):
+        number = float(str(number))
+    if kind == "constant":
+        return From.constant(number, (2,), "float32")
+    rule = drawn_rule(draw, depth - 1)
+    if kind == "pad_to":
+        return rule.pad_to(1, value=number)
+    if kind == "plus":
+        return rule.plus(draw(st.sampled_from([0.0, -0.0, 1])))
+    if kind == "times":
+        return rule.times(draw(st.sampled_from([1, 1.0, 2.0**53])))
+    if kind == "at":
+        return rule.at(draw(st.sampled_from([0, 1, "i"])))
+    return From.concat([rule, drawn_rule(draw, depth - 1)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_maps_are_equal_where_their_json_is(data):
+    depth = data.draw(st.integers(0, 2))
+    rules = [drawn_rule(data.draw, depth) for _ in range(2)]
+    maps_of_rules = []
+    for rule in rules:
+        tree_map = TreeMap({"x": rule}, drop=data.draw(st.sampled_from([[], ["v"]])))
+        if data.draw(st.booleans()):
+            tree_map = tree_map.inverse()
+        maps_of_rules.append(tree_map)
+    for first, second in itertools.product(maps_of_rules, repeat=2):
+        copy = TreeMap.from_json(second.to_json())
+        is_same = first.to_json() == second.to_json()
+        assert (first == copy) == (first == second) == is_same
+        assert len({first, second, copy}) == 2 - is_same
+        assert (first.digest == second.digest) == is_same
+
+
+@pytest.mark.parametrize("first, second", list(itertools.combinations(NUMBERS, 2)))
+@pytest.mark.parametrize("depth", [0, 3])
+def test_numbers_of_two_types_or_signs_are_two_maps(first, second, depth):
+    rules = []
+    for number in (first, second):
+        rule = From("v").pad_to(8, value=number)
+        for _ in range(depth):
+            rule = From.concat([rule.T, From("w")])
+        rules.append(rule)
+    assert len({*rules}) == 2
+    tree_maps = {TreeMap({"v": rule}) for rule in rules}
+    assert len(tree_maps) == 2
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, False, 1.0])
+def test_the_text_of_a_rule_has_a_zero_that_is_no_default(value):
+    rule = From("v").pad_to(8, value=value)
+    assert str(rule) == f"From('v').pad_to(8, value={value!r})"
+    assert eval(str(rule), {"From": From}) == rule
 
 
 def test_the_text_of_a_map_tells_dropped_leaves_from_the_rest():
