@@ -3,6 +3,7 @@
 import html
 import itertools
 import math
+import pickle
 
 import jax.numpy as jnp
 import numpy as np
@@ -262,6 +263,15 @@ def test_numbers_of_two_types_or_signs_are_two_maps(first, second, depth):
     assert len({*rules}) == 2
     tree_maps = {TreeMap({"v": rule}) for rule in rules}
     assert len(tree_maps) == 2
+
+
+def test_a_map_keeps_its_hash_and_does_not_pickle_it():
+    tree_map = TreeMap({"v": From.constant(math.nan, (2,), "float32").plus(1)})
+    pickled = pickle.dumps(tree_map)
+    copy = pickle.loads(pickled)
+    assert hash(copy) == hash(tree_map)
+    assert copy == tree_map
+    assert pickle.dumps(tree_map) == pickled
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, False, 1.0])
