@@ -1,6 +1,9 @@
-"""The checks of a mesh's axes, and what users write for what a mesh does not have."""
+"""The axes of a mesh: read from text, checked, and divided between slices; and what users
+write for what a mesh does not have.
+"""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,6 +24,58 @@ ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
         "sizes": "`spec.axis_sizes`",
     }
 )
+
+
+# `name=size`, and the number of slices that the axis spans. No axis has a size of more
+# than ten digits.
+_PART = re.compile(
+    r"([^=:]*[^=:\s])\s*[=:]\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?"
+)
+
+
+def parsed_axes(text: object) -> tuple[list[tuple[str, int]], dict[str, int]]:
+    """The names and sizes of the axes in a text such as "data=4,tensor=2", and by name
+    the number of slices that each axis spans. Raises `MeshError` for anything else.
+    """
+    pairs = []
+    dcn = {}
+    if not isinstance(text, str):
+        raise MeshError(
+            f"`MeshSpec.parse({text!r:.60})` reads a text; of names and sizes write"
+            f" `MeshSpec({text!r:.60})`."
+        )
+    for part in text.split(","):
+        axis_and_size = _PART.fullmatch(part.strip())
+        if axis_and_size is None:
+            raise MeshError(
+                f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form"
+                ' `name=size`; write it as in "data=-1,fsdp=4,tensor=2", or'
+                ' "data=8(dcn=2)" for an axis over two slices.'
+            )
+        name, size, slices = axis_and_size.groups(default="1")
+        pairs.append((name, int(size)))
+        dcn[name] = int(slices)
+    return pairs, dcn
+
+
+def slices_of_parts(axis: str, slices: int, parts: Any) -> list[int]:
+    """The number of slices that each axis of the mesh `parts` spans. It replaces `axis`,
+    which spans `slices`. Raises `MeshError` if a part would be cut between slices.
+    """
+    counts = []
+    remaining_slices = slices
+    for size in parts.axis_sizes:
+        slice_count = math.gcd(size, remaining_slices)
+        # A part can only be divided between slices if all remaining slices end within
+        # it.
+        if slice_count not in (size, remaining_slices):
+            raise MeshError(
+                f"mesh axis `{axis}` spans {slices} slices, which {parts} would cut; let"
+                f" the first part be a multiple of {slices}."
+            )
+        counts.append(slice_count)
+        remaining_slices //= slice_count
+    return counts
 
 
 def size_of_axis(spec: Any, name: str) -> str:

@@ -2,7 +2,6 @@
 
 import functools as ft
 import math
-import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .._ground.errors import MeshError, check_type, of_argument
 from .._ground.misuse import called, lacking, refused
 from .._ground.told import ToldType
-from ._axes import ATTRIBUTES, check_axes, require_known, size_of_axis
+from ._axes import (
+    ATTRIBUTES,
+    check_axes,
+    parsed_axes,
+    require_known,
+    size_of_axis,
+    slices_of_parts,
+)
 from ._devices import Devices, listed
 from ._order import DeviceOrder, device_order
 
@@ -21,13 +27,6 @@ from ._order import DeviceOrder, device_order
 _EMULATE = (
     ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the'
     " first use of JAX."
-)
-
-
-# `name=size`, and the number of slices that the axis spans. No axis has a size of more
-# than ten digits.
-_PART = re.compile(
-    r"([^=:]*[^=:\s])\s*[=:]\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?"
 )
 
 
@@ -187,24 +186,7 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             assert str(MeshSpec.parse("dp:2,tp:4")) == "dp=2,tp=4"
             ```
         """
-        pairs = []
-        dcn = {}
-        if not isinstance(text, str):
-            raise MeshError(
-                f"`MeshSpec.parse({text!r:.60})` reads a text; of names and sizes write"
-                f" `MeshSpec({text!r:.60})`."
-            )
-        for part in text.split(","):
-            axis_and_size = _PART.fullmatch(part.strip())
-            if axis_and_size is None:
-                raise MeshError(
-                    f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form"
-                    ' `name=size`; write it as in "data=-1,fsdp=4,tensor=2", or'
-                    ' "data=8(dcn=2)" for an axis over two slices.'
-                )
-            name, size, slices = axis_and_size.groups(default="1")
-            pairs.append((name, int(size)))
-            dcn[name] = int(slices)
+        pairs, dcn = parsed_axes(text)
         return cls(pairs, axis_types=axis_types, dcn=dcn)
 
     @classmethod
@@ -533,21 +515,7 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                 " -1 to let it take the rest."
             )
         fitted = spec_of_parts.fit(size_of_axis)
-        # The number of slices that each part spans.
-        dcn_of_parts = []
-        remaining_slices = self.dcn_sizes[position]
-        for size in fitted.axis_sizes:
-            slice_count = math.gcd(size, remaining_slices)
-            # A part can only be divided between slices if all remaining slices end
-            # within it.
-            if slice_count not in (size, remaining_slices):
-                raise MeshError(
-                    f"mesh axis `{axis}` spans {self.dcn_sizes[position]} slices, which"
-                    f" {fitted} would cut; let the first part be a multiple of"
-                    f" {self.dcn_sizes[position]}."
-                )
-            dcn_of_parts.append(slice_count)
-            remaining_slices //= slice_count
+        dcn_of_parts = slices_of_parts(axis, self.dcn_sizes[position], fitted)
         # The name, size, type and slices of each axis.
         axes = [
             *zip(
