@@ -7,6 +7,7 @@ from typing import Any, cast
 import catalogue
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from _sources import folder_of
 from jax.sharding import PartitionSpec as P
@@ -323,12 +324,27 @@ MISTAKES = {
         lambda: models.tree("gpt2", layers=True),
         r"`layers=True` is no whole number",
     ),
+    "no heads": (
+        lambda: models.tree("llama3-8b", heads=0),
+        "`heads=0` is too small; the published number is 32, and the smallest is 1",
+    ),
+    "fewer layers than none": (
+        lambda: models.tree("gpt2", layers=-1),
+        "`layers=-1` is too small; the published number is 12, and the smallest is 0",
+    ),
+    "no name": (lambda: models.tree(cast(str, 3)), "`presets.models` has no '3'"),
     "no bool": (lambda: models.tree("llama3-8b", tied=1), r"`tied=1` is no bool"),
     "a strategy": (
         lambda: models.rules_for("gpt2", "tpu"),
         r"`gpt2` has no rules 'tpu'; there are dp, fsdp, tp",
     ),
 }
+
+
+def test_a_number_may_be_of_numpy_and_layers_may_be_none():
+    expected = models.tree("gpt2", layers=2)
+    assert models.tree("gpt2", layers=cast(int, np.int64(2))) == expected
+    assert "h" not in models.tree("gpt2", layers=0)
 
 
 @pytest.mark.parametrize("case", MISTAKES)

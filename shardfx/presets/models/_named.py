@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..._convert import pattern
-from ..._ground.errors import RuleError
+from ..._ground.errors import RuleError, whole_number
 from ..._ground.text import quoted
 from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
@@ -172,7 +172,8 @@ def tree(
 
     **Raises:**
 
-    `RuleError` for an unknown model or an unknown number, with the nearest known ones.
+    `RuleError` for an unknown model or an unknown number, with the nearest known ones;
+    for a number below 1, or below 0 if it counts layers.
 
     !!! Example
 
@@ -189,9 +190,9 @@ def tree(
         ```
     """
     row = row_of(name)
-    _check_changes(name, row, changes)
+    checked = _checked_changes(name, row, changes)
     # The numbers of the model, and the options that decide which arrays it has.
-    options = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
+    options = {**_OPTIONS.get(row.family, {}), **row.config, **checked}
     rows = {**rows_of(row.family, options), **vision_rows_of(row.family)}
     if stack_experts:
         others = {
@@ -205,26 +206,53 @@ def row_of(name: str) -> ModelRow:
     """Returns the row of the model `name`. Raises `RuleError` with the nearest names
     for an unknown model.
     """
-    if name not in TABLE:
-        hint = near(name.lower(), names()) or f"; there are {', '.join(TABLE)}"
-        raise RuleError(f"`presets.models` has no {quoted(name)}{hint}.")
+    if not isinstance(name, str) or name not in TABLE:
+        hint = near(str(name).lower(), names()) or f"; there are {', '.join(TABLE)}"
+        raise RuleError(f"`presets.models` has no {quoted(str(name))}{hint}.")
     return TABLE[name]
 
 
-def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None:
-    """Raises `RuleError` for a change of a number that the model `name` does not have,
-    or to a value that is no bool or whole number, as the number is.
+def _checked_changes(
+    name: str,
+    row: ModelRow,
+    changes: Mapping[str, Any],
+) -> dict[str, int]:
+    """Returns the changes with Python's own numbers. Raises `RuleError` for a change of
+    a number that the model `name` does not have, or to a value that the number cannot
+    have.
     """
     options = {**row.config, **_OPTIONS.get(row.family, {})}
+    checked: dict[str, int] = {}
     for option, value in changes.items():
         if option not in options:
             hint = near(option, tuple(options)) or f"; it has {', '.join(options)}"
             raise RuleError(f"`{name}` has no number {quoted(option)}{hint}.")
-        kind = type(options[option])
-        # In Python a bool is an int, but it is not a number of layers.
-        if type(value) is not kind or value < 0:
-            noun = "bool" if kind is bool else "whole number"
-            raise RuleError(f"`{name}`: `{option}={value!r:.60}` is no {noun}.")
+        if isinstance(options[option], bool):
+            if not isinstance(value, bool):
+                raise RuleError(f"`{name}`: `{option}={value!r:.60}` is no bool.")
+            checked[option] = value
+            continue
+        # A bool is no number of layers.
+        number = whole_number(value)
+        if number is None:
+            raise RuleError(f"`{name}`: `{option}={value!r:.60}` is no whole number.")
+        least = 1
+        if _may_be_zero(option):
+            least = 0
+        if number < least:
+            raise RuleError(
+                f"`{name}`: `{option}={number}` is too small; the published number is"
+                f" {options[option]}, and the smallest is {least}."
+            )
+        checked[option] = number
+    return checked
+
+
+def _may_be_zero(option: str) -> bool:
+    """Whether a model may have none of what a number of its config counts: layers of a
+    kind, and a latent for queries.
+    """
+    return option.endswith("layers") or option == "q_lora"
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
