@@ -172,9 +172,10 @@ def may_change(stored: Any, to: Any) -> bool:
         most = int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
             return not jnp.iinfo(to).min <= least <= most <= jnp.iinfo(to).max
-        if not jnp.issubdtype(to, jnp.floating):
+        if not jnp.issubdtype(to, jnp.inexact):
             return False
-        # A floating-point dtype has all integers up to this one.
+        # A floating-point dtype has all integers up to this one, and so does a complex
+        # one of two such numbers.
         exact_most = 2 ** (jnp.finfo(to).nmant + 1)
         return max(-least, most) > exact_most
     if jnp.issubdtype(stored, jnp.complexfloating):
@@ -250,8 +251,8 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     if jnp.issubdtype(view.dtype, jnp.integer):
         return None
     # If the integer dtype lacks the number, the result of the cast back depends on the
-    # machine.
-    floats = view.astype(np.float64)
+    # machine. Of a complex number that was an integer, the imaginary part is 0.
+    floats = np.real(view).astype(np.float64)
     most = int(jnp.iinfo(values.dtype).max)
     top = 2.0 ** most.bit_length()
     is_in_range = (floats >= -top) & (floats < top)

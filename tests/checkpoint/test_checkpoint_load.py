@@ -533,3 +533,8 @@ def test_a_cast_may_drop_an_imaginary_part(to):
     assert may_change(jnp.dtype("complex64"), jnp.dtype(to))
     assert not may_change(jnp.dtype(to), jnp.dtype("complex64"))
     assert not may_change(jnp.dtype("complex128"), jnp.dtype("complex64"))
+
+
+def test_a_complex_number_may_round_an_integer():
+    for stored, is_changed in (("int64", True), ("int32", True), ("int16", False)):
+        assert may_change(jnp.dtype(stored), jnp.dtype("complex64")) is is_changed

@@ -365,6 +365,27 @@ def test_no_integer_changes_its_value(
         checkpoint.load(path, structs, dtype="plan")
 
 
+@pytest.mark.parametrize("is_store", [False, True])
+def test_no_integer_is_rounded_to_a_complex_number(tmp_path, mesh, is_store):
+    struct = jax.ShapeDtypeStruct(
+        (8,), jnp.complex64, sharding=NamedSharding(mesh, P())
+    )
+    for value in (2**24, 2**24 + 1):
+        array = np.full(8, value, np.int32)
+        path = tmp_path / str(value)
+        path.mkdir()
+        if is_store:
+            zarr(path, "n", array, chunks=[8])
+        else:
+            save_file({"n": array}, path / "x.safetensors")
+        if value == 2**24:
+            loaded = checkpoint.load(path, {"n": struct}, dtype="plan")["n"]
+            assert loaded.tolist() == [value] * 8
+            continue
+        with pytest.raises(CheckpointError, match="which is no number of complex64"):
+            checkpoint.load(path, {"n": struct}, dtype="plan")
+
+
 # Numbers that are arrays on one side
 
 
