@@ -192,12 +192,28 @@ def _smaller(
             multiple: new_size * quotient for multiple, quotient in quotients.items()
         }
         for new_sizes in ({key: new_size}, with_multiples):
-            # Unequal sizes stay unequal: a new size is not one that was given before.
+            # A new size is not one that was given before.
             if not set(reduced.values()).isdisjoint(new_sizes.values()):
                 continue
-            if _is_accepted(step, _resized(args, {**reduced, **new_sizes})):
+            resized = _resized(args, {**reduced, **new_sizes})
+            if _are_apart(args, resized) and _is_accepted(step, resized):
                 return new_sizes
     return {}
+
+
+def _are_apart(args: Sequence[PyTree], resized: Sequence[PyTree]) -> bool:
+    """Whether dimensions of `args` with unequal sizes have unequal sizes in `resized`,
+    the same arguments with new sizes.
+    """
+    old_size_by_new: dict[int, int] = {}
+    pairs = zip(jax.tree.leaves(args), jax.tree.leaves(resized), strict=True)
+    for old, new in pairs:
+        if not isinstance(old, jax.Array | jax.ShapeDtypeStruct):
+            continue
+        for old_size, new_size in zip(old.shape, new.shape, strict=True):
+            if old_size_by_new.setdefault(new_size, old_size) != old_size:
+                return False
+    return True
 
 
 def _is_accepted(step: Any, args: Sequence[PyTree]) -> bool:
