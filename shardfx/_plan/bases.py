@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
@@ -39,7 +40,10 @@ def matcher_of_bases(what: str, pairs: Iterable[tuple[str, str]]) -> Matcher:
     for pair in pairs:
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise RuleError(f"{form}, and not {pair!r:.80}.")
+            fix = ""
+            if isinstance(pair, np.ndarray):
+                fix = f"; of an array write `{what}=pairs.tolist()`"
+            raise RuleError(f"{form}, and not {pair!r:.80}{fix}.")
         regex, replacement = pair
         rules.append((regex, (replacement,)))
     return Matcher(PathRules(rules))

@@ -20,7 +20,7 @@ from .._rules import near
 from .._step import Frame, Phase, place_text
 
 
-Key = Literal["axes", "kind", "source", "leaf", "dtype"]
+Key = Literal["axes", "kind", "source", "leaf", "dtype", "phase"]
 # The key of a difference: the kind of a collective, its mesh axes, its source line and
 # its leaf.
 _Kind: TypeAlias = tuple[str, tuple[str, ...], Frame | None, str | None]
@@ -129,7 +129,8 @@ class Traffic:
 
         **Arguments:**
 
-        - `key`: the name of the field: "axes", "kind", "source", "leaf" or "dtype".
+        - `key`: the name of the field: "axes", "kind", "source", "leaf", "dtype" or
+          "phase".
 
         **Raises:**
 

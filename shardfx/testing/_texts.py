@@ -442,10 +442,20 @@ def _parsed_pattern(pattern: str, traffic: Traffic) -> re.Match[str]:
             f" PLACE]`, where KIND is any, {', '.join(KINDS)}."
         )
     for axis in _axes_of(match):
+        # The rows of a step whose mesh is not known name no axes, so nothing matches.
+        if traffic.rows and not traffic.axes:
+            raise ValueError(
+                f"`{pattern}` names the axis {axis!r}, and the axes of the traffic are"
+                " not known; write `traffic(compiled, mesh)`."
+            )
         if traffic.axes and axis not in traffic.axes:
+            near = ""
+            for similar in difflib.get_close_matches(axis, traffic.axes, n=1):
+                near = f" (did you mean {similar!r}?)"
             raise ValueError(
                 f"`{pattern}` names the axis {axis!r}, and the mesh has"
-                f" {', '.join(traffic.axes)}."
+                f" {', '.join(traffic.axes)}{near}. No collective runs over an axis that"
+                " the mesh lacks: leave the pattern out, or write one of these axes."
             )
     try:
         re.compile(match["leaf"] or "")

@@ -208,6 +208,11 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             for items in (3, "ab", {"a": "w"}, [("a",)], [("a", "w", "w")], [("a", 3)])
         ),
         (
+            lambda: followed(adapters=np.array([["a$", "w"]])),
+            RuleError,
+            r"; of an array write `adapters=pairs.tolist\(\)`",
+        ),
+        (
             lambda: followed(scales=[("w$", r"\2")]),
             RuleError,
             r"makes no path of `w`: invalid group reference 2",

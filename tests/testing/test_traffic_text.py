@@ -98,6 +98,14 @@ def test_a_pattern_finds_kind_axes_leaf_pass_and_place(traffic, pattern, is_ther
         assert_collectives(traffic, none=[pattern])
 
 
+def test_bytes_sum_by_the_pass(traffic):
+    expected = {"forward": 0, "backward": 0}
+    for row in traffic.rows:
+        expected[row.phase] += row.wire_bytes
+    assert traffic.by("phase") == expected
+    assert all(expected.values())
+
+
 def test_limits_are_calls_or_bytes(traffic):
     assert_collectives(traffic, at_most={"all-gather": 2, "any": "5.5 KiB"})
     with pytest.raises(AssertionError, match="2 calls, more than 1"):
@@ -117,9 +125,14 @@ def test_a_pattern_that_cannot_find_anything_is_an_error(traffic):
     with pytest.raises(ValueError, match="no pattern of collectives"):
         assert_collectives(traffic, none=["allgather"])
     with pytest.raises(
-        ValueError, match="names the axis 'tensor', and the mesh has data"
+        ValueError,
+        match=r"names the axis 'date', and the mesh has data \(did you mean 'data'\?\)"
+        r"\. No .* leave the pattern out, or write one",
     ):
-        assert_collectives(traffic, none=["any over tensor"])
+        assert_collectives(traffic, none=["any over date"])
+    without_mesh = dataclasses.replace(traffic, axes=())
+    with pytest.raises(ValueError, match=r"not known; write `traffic\(compiled, mesh"):
+        assert_collectives(without_mesh, none=["any over data"])
     for limit in ("3 bytes", "1.2.3 MiB", ", KiB"):
         with pytest.raises(ValueError, match="is no number of bytes"):
             assert_collectives(traffic, at_most={"any": limit})
