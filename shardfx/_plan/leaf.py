@@ -290,47 +290,110 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
     leaf. Nodes of other types than dict, list and tuple, such as modules, become dicts,
     with keys from `paths`, the paths of the leaves.
     """
-    index = 0
+    return _StructureReader(paths).tree(data, "")
 
-    def decoded(data: Any, prefix: str) -> Any:
-        """The part of the tree whose JSON value is `data`. The paths of its leaves begin
-        with `prefix`. `index` counts the leaves before it.
-        """
-        nonlocal index
+
+@dataclasses.dataclass
+class _StructureReader:
+    """Rebuilds a tree from its JSON value. `index` counts the leaves that are rebuilt.
+    The prefixes of paths are those of the leaves below a node, up to its children.
+    """
+
+    paths: list[str]
+    index: int = 0
+
+    def tree(self, data: Any, prefix: str) -> Any:
+        """The part of the tree whose JSON value is `data`."""
         if data is None:
             return None
         if data == "leaf":
-            index += 1
-            return index - 1
+            self.index += 1
+            return self.index - 1
         (kind, parts), *_ = data.items()
         if kind in ("list", "tuple"):
             items = []
             for position, part in enumerate(parts):
-                items.append(decoded(part, f"{prefix}{position}/"))
+                items.append(self.tree(part, f"{prefix}{position}/"))
             if kind == "tuple":
                 return tuple(items)
             return items
-        named: dict[object, Any] = {}
         if kind == "dict":
+            named: dict[object, Any] = {}
             for encoded_key, part in parts:
                 key = _decode_key(encoded_key)
-                named[key] = decoded(part, f"{prefix}{key}/")
+                named[key] = self.tree(part, f"{prefix}{key}/")
             return named
-        for position, part in enumerate(data["children"]):
-            start = index
+        return self.node(data["children"], prefix)
+
+    def node(self, children: Sequence[Any], prefix: str) -> dict[str, Any]:
+        """The children of a node of another type, by their names in the leaves' paths."""
+        named: dict[str, Any] = {}
+        first = self.index
+        for position, part in enumerate(children):
+            start = self.index
             # The attribute under which the node holds its next leaf, from the leaf's
             # path.
-            path = paths[index] if index < len(paths) else ""
+            path = self.paths[start] if start < len(self.paths) else ""
             name = str(position)
             if path.startswith(prefix):
-                name = path.removeprefix(prefix).split("/")[0]
-            child = decoded(part, f"{prefix}{name}/")
+                name = path.removeprefix(prefix)
+            if part != "leaf":
+                name = name.split("/")[0]
+            child = self.tree(part, f"{prefix}{name}/")
             # No path contains the name of an attribute without leaves.
-            if index > start:
-                named[name] = child
+            if self.index == start:
+                continue
+            # Keys of a mapping may have slashes, and the same text before them.
+            if name in named:
+                self.index = first
+                return self.node_of_slashes(children, prefix)
+            named[name] = child
         return named
 
-    return decoded(data, "")
+    def node_of_slashes(self, children: Sequence[Any], prefix: str) -> dict[str, Any]:
+        """The children of a node, each by what the paths of its leaves have in common."""
+        named: dict[str, Any] = {}
+        for part in children:
+            count = _leaf_count(part)
+            if not count:
+                continue
+            paths = self.paths[self.index : self.index + count]
+            name = _common_key(paths, prefix, part == "leaf")
+            while name in named:
+                name += "'"
+            named[name] = self.tree(part, f"{prefix}{name}/")
+        return named
+
+
+def _leaf_count(data: Any) -> int:
+    """The number of leaves in the JSON value of a tree's structure."""
+    if data is None:
+        return 0
+    if data == "leaf":
+        return 1
+    if "dict" in data:
+        return sum(_leaf_count(part) for _, part in data["dict"])
+    for kind in ("list", "tuple", "children"):
+        if kind in data:
+            return sum(map(_leaf_count, data[kind]))
+    return 0
+
+
+def _common_key(paths: Sequence[str], prefix: str, is_leaf: bool) -> str:
+    """What the paths of the leaves below one child of a node have in common behind
+    `prefix`. A child that is a leaf has all of its path, and a child with one leaf all
+    but the leaf's own key.
+    """
+    parts = [path.removeprefix(prefix).split("/") for path in paths]
+    if len(parts) == 1:
+        (keys,) = parts
+        return "/".join(keys if is_leaf else keys[:-1]) or keys[0]
+    common: list[str] = []
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    return "/".join(common) or parts[0][0]
 
 
 def _decode_key(key: Any) -> Any:

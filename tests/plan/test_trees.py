@@ -99,6 +99,13 @@ def defaultdict():
     return collections.defaultdict(list, {"z": W, "a": [W]})
 
 
+def keys_with_slashes():
+    layer = collections.OrderedDict(w=W, b=W[0])
+    return collections.OrderedDict(
+        {"net/~/a": layer, "net/~/b": layer, "net/c": W, "head/w": FrozenDict(w=W)}
+    )
+
+
 def keys_of_tuples():
     return {(0, "a"): W, (1, "b"): W}
 
@@ -156,6 +163,7 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
         defaultdict,
         ("a/0", "z"),
     ),
+    "keys with slashes": (keys_with_slashes, ("net/~/a/w", "net/c", "head/w/w")),
     "keys of tuples": (keys_of_tuples, ("(0, 'a')", "(1, 'b')")),
     "odd keys": (lambda: {"a\nb": W, "": W, "é": W}, ("", "a\nb", "é")),
     "nnx state": (
@@ -271,6 +279,14 @@ class Reversed(eqx.Module):
     z: jax.Array
     a: jax.Array
     fn: object = jnp.tanh
+
+
+def test_keys_with_slashes_come_back_from_json():
+    mesh = MeshSpec({"data": 2})
+    made = plan(keys_with_slashes(), mesh, paths=PathRules([(".*", fsdp("data"))]))
+    read = ShardPlan.from_json(made.to_json()).specs
+    assert list(read) == ["head/w", "net/c", "net/~/a", "net/~/b"]
+    assert read["net/~/b"] == {"w": P(None, "data"), "b": P("data")}
 
 
 def test_a_module_read_as_a_dict_fits_its_own_plan():
