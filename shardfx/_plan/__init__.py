@@ -22,7 +22,7 @@ from .complaints import (
     unused_rules,
 )
 from .content import LEFT_OUT, NUMBER, Content, Group, at_leaves, devices_named
-from .decide import correct
+from .decide import correct, sizes_of_shape
 from .extending import shard_over
 from .following import follow
 from .leaf import (

@@ -397,11 +397,12 @@ def _shown(value: object) -> str:
 def _common(what: str, contents: dict[str, Content]) -> Any:
     """Returns the value of the field `what`, which must be equal in all plans. Raises
     `PlanMismatchError` if it is not. `contents` maps names of plans, for the message,
-    to plans. For "axes", plans without axis rules do not count.
+    to plans. For "axes" and "mode", plans without axis rules do not count.
     """
-    values = {name: vars(content)[what] for name, content in contents.items()}
-    if what == "axes":
-        values = {name: axes for name, axes in values.items() if axes is not None}
+    values = {}
+    for name, content in contents.items():
+        if what not in ("axes", "mode") or content.axes is not None:
+            values[name] = vars(content)[what]
     if not values:
         return None
     (first, expected), *others = values.items()

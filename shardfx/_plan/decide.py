@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from .._ground.errors import SpecError
+from .._ground.errors import SpecError, whole_number
 from .._ground.misuse import called
 from .._ground.reason import Code, Decision, Reason
+from .._rules import checked_bytes
 from ..topology import MeshSpec
 from .extending import apply_strategy
 from .fitting import Axes, Leaf, axes_of, corrected, leaf_of
@@ -88,19 +89,21 @@ def sizes_of_shape(shape: Any) -> tuple[int, ...]:
         raise SpecError(
             f"`shape` has a size for each dimension, and this is {shape!r}; {fix}."
         )
-    try:
-        sizes = tuple(map(int, shape))
-    except (TypeError, ValueError) as error:
-        raise SpecError(
-            f"`shape` has a size for each dimension, and {tuple(shape)!r:.80} holds"
-            f" something else: {error}; pass `x.shape`."
-        ) from error
+    sizes: list[int] = []
+    for size in shape:
+        number = whole_number(size)
+        if number is None:
+            raise SpecError(
+                f"`shape` has a size for each dimension, and {tuple(shape)!r:.80} holds"
+                f" {size!r:.40}, which is none; pass `x.shape`."
+            )
+        sizes.append(number)
     if any(size < 0 for size in sizes):
         raise SpecError(
-            f"`shape` has a size for each dimension, and {sizes} holds a negative"
+            f"`shape` has a size for each dimension, and {tuple(sizes)} holds a negative"
             " number; pass `x.shape`."
         )
-    return sizes
+    return tuple(sizes)
 
 
 @called("correct(spec, shape, mesh)")
@@ -143,7 +146,7 @@ def correct(
     **Raises:**
 
     `SpecError` if the spec does not fit the rank, and under `strict` if anything would
-    be dropped.
+    be dropped; `RuleError` for `min_bytes` that is no number.
 
     !!! Example
 
@@ -165,6 +168,7 @@ def correct(
         elif isinstance(shape, PartitionSpec):
             fix = "write `correct(spec, shape, mesh)`, the spec first"
         raise SpecError(f"expected a PartitionSpec, not {spec!r}; {fix}.")
+    min_bytes = checked_bytes("min_bytes", min_bytes)
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
     if units is not None and not isinstance(units, Iterable):

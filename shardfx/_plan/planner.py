@@ -4,7 +4,6 @@ corrects the spec to the shape.
 
 import dataclasses
 import functools as ft
-import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,7 +24,14 @@ from .._ground.reason import (
 )
 from .._ground.spec import DType, shard_counts
 from .._ground.tree import Flat, flatten
-from .._rules import AxisRules, Matcher, PathRules, check_rules
+from .._rules import (
+    AxisRules,
+    Matcher,
+    PathRules,
+    check_mode,
+    check_rules,
+    checked_bytes,
+)
 from ..topology import MeshSpec
 from .complaints import (
     Draft,
@@ -153,7 +159,8 @@ def plan(
     """
     check_policy("plan", "unmatched", unmatched, "replicate")
     check_policy("plan", "unused", unused, "allow")
-    _check_arguments(tree, min_bytes)
+    _refuse_plan(tree)
+    min_bytes = checked_bytes("min_bytes", min_bytes)
     if others:
         word = "axes" if isinstance(others[0], AxisRules) else "paths"
         raise RuleError(
@@ -162,6 +169,7 @@ def plan(
             " AxisRules."
         )
     check_rules(paths, axes)
+    check_mode(axes, mode)
     flat = flatten(tree)
     if unused == "raise":
         raise_empty(tree, flat, paths)
@@ -210,20 +218,13 @@ def plan(
     return ShardPlan(content)
 
 
-def _check_arguments(tree: object, min_bytes: object) -> None:
-    """Raises `LeafTypeError` if the argument `tree` of `plan` is a plan, and
-    `RuleError` if `min_bytes` is no number.
-    """
+def _refuse_plan(tree: object) -> None:
+    """Raises `LeafTypeError` if the argument `tree` of `plan` is a plan."""
     if isinstance(tree, ShardPlan):
         raise LeafTypeError(
             "the tree is a plan already: plan the model's own tree, or `plan.structs` on"
             " another mesh or by other rules; `plan.replace(path, spec)` changes one"
             " array."
-        )
-    if not isinstance(min_bytes, numbers.Real):
-        raise RuleError(
-            f"`min_bytes` is a number of bytes, not {min_bytes!r}; write `2**20` for 1"
-            " MiB."
         )
 
 

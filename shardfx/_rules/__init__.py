@@ -5,7 +5,7 @@ This folder may import `_ground` only. It never uses devices or the values of ar
 Whether a requested spec fits the mesh and the shape is decided in `_plan`.
 """
 
-from .axis_rules import AxisRules, RulesLike, alias_chain, axes_in
+from .axis_rules import AxisRules, RulesLike, alias_chain, axes_in, check_mode
 from .pairs import Rule, Target, near, nearest
 from .path_rules import (
     Matcher,
@@ -40,6 +40,7 @@ from .strategies import (
     atomic,
     axes_of_target,
     bare,
+    checked_bytes,
     fsdp,
     optional,
     replicate,

@@ -459,16 +459,28 @@ def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     """The rules of `mode` alone; for `None` the rules without a mode. Raises
     `RuleError` for an unknown mode.
     """
-    modes = dict(rules.modes)
-    if mode is not None and mode not in modes:
-        raise RuleError(
-            f"mode {mode!r} is unknown; these rules have"
-            f" {tuple(modes)}{near(mode, tuple(modes))}. Add it with"
-            f" `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
-        )
+    check_mode(rules, mode)
     if mode is None:
         return rules.rules
-    return modes[mode]
+    return dict(rules.modes)[mode]
+
+
+def check_mode(rules: AxisRules | None, mode: object) -> None:
+    """Raises `RuleError` if a mode is given that `rules` lack."""
+    if mode is None:
+        return
+    if rules is None:
+        raise RuleError(
+            f"`mode={mode!r}` is a mode of `axes`, which are not given; pass"
+            f" `axes=AxisRules(..., modes={{{mode!r}: [...]}})`, or leave `mode` out."
+        )
+    modes = tuple(name for name, _ in rules.modes)
+    if mode not in modes:
+        raise RuleError(
+            f"mode {mode!r} is unknown; these rules have"
+            f" {modes}{near(str(mode), modes)}. Add it with"
+            f" `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
+        )
 
 
 def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:

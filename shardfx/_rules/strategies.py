@@ -4,6 +4,7 @@ rules that combine or modify other targets.
 
 import dataclasses
 import itertools as it
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeAlias
 
@@ -209,7 +210,7 @@ def strategy_of(
                 f" `{name}({all_axes!r})`; `{argument}` is a number of bytes, such as"
                 " `2**20` for 1 MiB."
             )
-        number = _number(count)
+        number = number_of_bytes(count)
         if number is None:
             raise RuleError(
                 f"`{name}(..., {argument}={count!r:.60})`: give a number of bytes, such as"
@@ -236,9 +237,13 @@ def strategy_of(
     )
 
 
-def _number(value: object) -> Any:
-    """A number of Python, NumPy or JAX: as an int, which JSON can hold, if it is whole.
-    `None` for what is no number.
+_MOST_BYTES = 2**63 - 1
+
+
+def number_of_bytes(value: object) -> int | None:
+    """A number of Python, NumPy or JAX as an int, which JSON can hold: a fraction of a
+    byte counts as one byte, and infinity as more than an array has. `None` for what is
+    no number.
     """
     whole = whole_number(value)
     if whole is not None:
@@ -250,7 +255,21 @@ def _number(value: object) -> Any:
     except TypeError:
         # Every array has the method, and those of several elements refuse.
         return None
-    return int(number) if number.is_integer() else number
+    if math.isnan(number):
+        return None
+    return math.ceil(max(min(number, _MOST_BYTES), -1))
+
+
+def checked_bytes(what: str, value: object) -> int:
+    """The argument named `what`, a number of bytes, as an int. Raises `RuleError` for
+    any other value, and for a negative one.
+    """
+    number = number_of_bytes(value)
+    if number is None or number < 0:
+        raise RuleError(
+            f"`{what}` is a number of bytes, not {value!r:.80}; write `2**20` for 1 MiB."
+        )
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,7 @@
 returns them as data.
 """
 
-import functools as ft
-import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
@@ -28,6 +26,7 @@ from .._rules import (
     AxisRules,
     PathRules,
     check_rules,
+    checked_bytes,
     near,
     nearest,
 )
@@ -78,7 +77,7 @@ def lint(
     **Arguments:**
 
     - `tree`, `mesh`: a tree of arrays or ShapeDtypeStructs, and a mesh. Or a
-      [`shardfx.ShardPlan`][]: `lint(plan)`.
+      [`shardfx.ShardPlan`][] without rules: `lint(plan)`.
     - `paths`: rules that map a leaf's path to its sharding.
     - `names`, `axes`: a tree of logical names, and rules that map names to mesh axes.
     - `mode`: the mode, such as "decode", whose rules in `axes` come first; `None` for
@@ -107,8 +106,9 @@ def lint(
 
     **Raises:**
 
-    `RuleError` for `paths` and `axes` of other types, and for other arguments with a
-    value that they cannot have; `LeafTypeError` for a tree of specs or without arrays.
+    `RuleError` for `paths` and `axes` of other types, for other arguments with a
+    value that they cannot have, and for rules beside a plan; `LeafTypeError` for a tree
+    of specs or without arrays.
     Mistakes in rules do not raise.
 
     !!! Example
@@ -126,9 +126,16 @@ def lint(
         print(found)
         ```
     """
-    _check_arguments(min_bytes, replicated_bytes, unmatched, unused)
+    min_bytes = checked_bytes("min_bytes", min_bytes)
+    replicated_bytes = checked_bytes("replicated_bytes", replicated_bytes)
+    check_policy("lint", "unmatched", unmatched, "replicate")
+    check_policy("lint", "unused", unused, "allow")
     head_dim = _head_elements(head_dim)
     if isinstance(tree, ShardPlan):
+        given = {"paths": paths, "names": names, "axes": axes, "mode": mode}
+        given |= {"min_bytes": min_bytes or None, "memory_kinds": memory_kinds}
+        given |= {"strict": strict or None, "refine": refine or None}
+        _refuse_beside_plan(tree, mesh, given)
         subject = _subject_of_plan(tree)
         return findings_of(_of_leaves(subject, replicated_bytes, head_dim))
     if mesh is None:
@@ -144,24 +151,20 @@ def lint(
     findings: list[Finding] = []
     leaf_names = _names(names=names, tree=tree, flat=flat, axes=axes, findings=findings)
     kinds = _kinds(memory_kinds, findings)
-    drafted_in = ft.partial(
-        drafted,
+    # All other checks go on without an unknown mode.
+    if mode is not None and mode not in _modes_of(axes):
+        findings.append(_unknown_mode(axes, mode))
+        mode = None
+    draft = drafted(
         flat=flat,
         leaf_names=leaf_names,
         mesh=mesh,
         paths=paths,
         axes=axes,
+        mode=mode,
         min_bytes=min_bytes,
         kinds=kinds_matcher(kinds),
     )
-    draft = drafted_in(mode=mode)
-    if axes is not None and mode is not None and mode not in dict(axes.modes):
-        # `plan` refuses an unknown mode only if names are resolved by it. All other
-        # checks go on without a mode.
-        if draft.errors:
-            findings.append(_unknown_mode(axes, mode))
-        mode = None
-        draft = drafted_in(mode=mode)
 
     subject = Subject(
         content=_content_of(draft, flat, axes, mode),
@@ -185,26 +188,27 @@ def lint(
     return findings_of(findings)
 
 
-def _check_arguments(
-    min_bytes: object,
-    replicated_bytes: object,
-    unmatched: str,
-    unused: str,
+def _refuse_beside_plan(
+    plan: ShardPlan,
+    mesh: MeshSpec | Mesh | AbstractMesh | None,
+    given: Mapping[str, object],
 ) -> None:
-    """Raises `RuleError` if one of these arguments of `lint` has a value that it cannot
-    have.
+    """Raises `RuleError` if arguments of `lint` are given beside a plan that say how to
+    plan a tree. A plan has a mesh, and the rules that made it are no longer known.
+    `given` has the arguments by name, and `None` for those that are not given.
     """
-    _check_bytes("min_bytes", min_bytes)
-    _check_bytes("replicated_bytes", replicated_bytes)
-    check_policy("lint", "unmatched", unmatched, "replicate")
-    check_policy("lint", "unused", unused, "allow")
-
-
-def _check_bytes(what: str, value: object) -> None:
-    """Raises `RuleError` if `value`, the argument `what` of `lint`, is no number."""
-    if not isinstance(value, numbers.Real):
+    own_values = {"axes": plan.axes, "mode": plan.mode, "strict": plan.strict or None}
+    ignored = []
+    if mesh is not None and MeshSpec.of(mesh) != plan.mesh:
+        ignored.append("mesh")
+    for name, value in given.items():
+        if value is not None and value != own_values.get(name):
+            ignored.append(name)
+    for name in ignored[:1]:
         raise RuleError(
-            f"`{what}` is a number of bytes, not {value!r}; write `2**20` for 1 MiB."
+            f"`lint(plan, {name}=...)`: a plan is made already, and `{name}` would have"
+            " no effect. Write `lint(plan)`, or lint the tree itself by the rules:"
+            f" `lint(plan.structs, mesh, {name}=...)`."
         )
 
 
@@ -265,11 +269,21 @@ def _subject_of_plan(plan: ShardPlan) -> Subject:
     )
 
 
-def _unknown_mode(axes: AxisRules, mode: str) -> Finding:
-    """The finding for a mode that the rules lack."""
-    modes = tuple(dict(axes.modes))
-    message = f"the mode {mode!r} is unknown; the rules have {modes}{near(mode, modes)}"
-    nearest_mode = next(iter(nearest(mode, modes)), None)
+def _modes_of(axes: AxisRules | None) -> tuple[str, ...]:
+    """The modes that the rules have."""
+    if axes is None:
+        return ()
+    return tuple(mode for mode, _ in axes.modes)
+
+
+def _unknown_mode(axes: AxisRules | None, mode: str) -> Finding:
+    """The finding for a mode that the rules lack, or that is given without rules."""
+    modes = _modes_of(axes)
+    message = f"the mode {mode!r} is unknown; the rules have"
+    message += f" {modes}{near(str(mode), modes)}"
+    if axes is None:
+        message = f"{mode!r} is a mode of `axes`, which are not given"
+    nearest_mode = next(iter(nearest(str(mode), modes)), None)
     fix = f"mode = {nearest_mode!r}"
     return Finding(
         code="invalid",
