@@ -121,12 +121,13 @@ class PathRules(eqx.Module):
         )
         self.mesh_axes = declared_axes(mesh_axes)
 
+    @called("rules.prepend([('mlp', P('data'))])")
     def prepend(self, rules: Iterable[object]) -> "PathRules":
         """New PathRules with `rules` before these, so that `rules` override them.
 
         **Arguments:**
 
-        - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
+        - `rules`: pairs of a regex and a target, or a mapping, as in `PathRules(...)`.
 
         **Returns:**
 
@@ -140,7 +141,9 @@ class PathRules(eqx.Module):
             rules = presets.llama().prepend([(r"layers.0.mlp", replicate)])
             ```
         """
-        return PathRules([*rules, *self.rules], mesh_axes=self.mesh_axes)
+        # `PathRules` reads a mapping too, and says what is wrong with another value.
+        added = PathRules(rules)
+        return PathRules([*added.rules, *self.rules], mesh_axes=self.mesh_axes)
 
     @called("rules.extend([('mlp', P('data'))])")
     def extend(
@@ -153,7 +156,7 @@ class PathRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
+        - `rules`: pairs of a regex and a target, or a mapping, as in `PathRules(...)`.
         - `mesh_axes`: more mesh axes that a mesh may lack without an error, besides those in
           these PathRules.
 
@@ -170,9 +173,10 @@ class PathRules(eqx.Module):
             assert [regex for regex, _ in rules.rules] == ["embed", ".*"]
             ```
         """
+        added = PathRules(rules, mesh_axes=mesh_axes)
         return PathRules(
-            [*self.rules, *rules],
-            mesh_axes=(*self.mesh_axes, *declared_axes(mesh_axes)),
+            [*self.rules, *added.rules],
+            mesh_axes=(*self.mesh_axes, *added.mesh_axes),
         )
 
     def drop(self, *numbers: int) -> "PathRules":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .._ground.boxes import box_slices, holders_by_box, shard_boxes
-from .._ground.errors import MeshError, SpecError, check_type
+from .._ground.errors import MeshError, SpecError, check_type, whole_number
 from .._ground.misuse import called
 from .._ground.spec import (
     UNCONSTRAINED,
@@ -19,6 +19,7 @@ from .._ground.spec import (
     entry_axes,
     shards_over,
 )
+from .._plan import sizes_of_shape
 from ._grid import HostGrid
 
 
@@ -120,6 +121,12 @@ def local_chunk(
         assert chunk == hosts.LocalChunk((slice(64, 96), slice(0, 16)), 0)
         ```
     """
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(
+            f"`spec` is a PartitionSpec, not {spec!r:.80}; write"
+            ' `PartitionSpec("data")`, or `sharding.spec`.'
+        )
+    shape = sizes_of_shape(shape)
     entries = entries_of(spec)
     if any(entry is UNCONSTRAINED for entry in entries):
         raise SpecError(
@@ -128,8 +135,8 @@ def local_chunk(
         )
     if any(entry_axes(entry) for entry in entries[len(shape) :]):
         raise SpecError(
-            f"{spec} has {len(entries)} entries, but the array has shape"
-            f" {tuple(shape)}; give one per dimension."
+            f"{spec} has {len(entries)} entries, but the array has shape {shape}; give"
+            " one per dimension."
         )
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
@@ -177,15 +184,17 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
         assert [hosts.shard_id(("data", "replica"), grid, p) for p in range(4)] == [0, 2, 1, 3]
         ```
     """
-    if not 0 <= process_index < grid.process_count:
+    names = _axes(axes, grid)
+    process = whole_number(process_index)
+    if process is None or not 0 <= process < grid.process_count:
         raise MeshError(
-            f"there is no process {process_index}; use one of 0 to"
-            f" {grid.process_count - 1}."
+            f"there is no process {process_index!r:.80}; use one of 0 to"
+            f" {grid.process_count - 1}, such as `jax.process_index()`."
         )
-    chunk_ids = grid.chunk_ids[process_index]
+    chunk_ids = grid.chunk_ids[process]
     chunks = dict(zip(grid.axis_names, chunk_ids, strict=True))
     number = 0
-    for axis in _axes(axes, grid):
+    for axis in names:
         number = number * grid.num_chunks[axis] + chunks[axis]
     return number
 
@@ -267,11 +276,12 @@ def data_layout(
     """
     names = () if axes is None else _axes(axes, grid)
     devices = math.prod(grid.axis_sizes[name] for name in names)
-    rows = devices if batch_size is None else batch_size
-    if rows < 1 or rows % devices:
+    rows = devices if batch_size is None else whole_number(batch_size)
+    if rows is None or rows < 1 or rows % devices:
         raise MeshError(
-            f"a batch of {rows} rows cannot be sharded over the {devices} devices along"
-            f" {names}; use a positive multiple of {devices}, or `None` for {devices}."
+            f"a batch of {batch_size!r:.80} rows cannot be sharded over the {devices}"
+            f" devices along {names}; use a positive multiple of {devices}, or `None` for"
+            f" {devices}."
         )
     chunk_counts = (grid.num_chunks[name] for name in names)
     return DataLayout(
@@ -337,7 +347,7 @@ def owned(
             " `plan.on(plan.mesh.build(jax.devices()))`, or call"
             " `hosts.local_chunk(shape, spec, grid, process_index)`."
         )
-    box_by_device = shard_boxes(sharding, tuple(shape))
+    box_by_device = shard_boxes(sharding, sizes_of_shape(shape))
     devices_by_box = holders_by_box(box_by_device.items())
     chunks = []
     for box, devices in sorted(devices_by_box.items()):
@@ -403,6 +413,11 @@ def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
         error=MeshError,
         fix="make one with `hosts.grid_of(mesh)`",
     )
+    if not isinstance(axes, Iterable):
+        raise MeshError(
+            f"mesh axes are a name or a tuple of names, not {axes!r:.80}; the mesh has"
+            f" {grid.axis_names}."
+        )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if name not in grid.axis_names:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
 from .._rules import Atomic, PathRules, near, optional, replicate
+from ._mappings import check_mapping
 
 
 # The dimension of a weight that each style shards; `None` if every device has the whole
@@ -240,6 +241,7 @@ def rules_of(
         ```
     """
     if not isinstance(plans, Plans):
+        check_mapping("plans", plans, "rules_of(plans_of(model.config))")
         plans = Plans(
             tensor=dict(plans),
             expert={},

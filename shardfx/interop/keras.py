@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
 from .._rules import PathRules, optional, replicate
+from ._mappings import check_mapping
 
 
 # A mesh axis or `None` per dimension.
@@ -84,6 +85,7 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
         assert made["dense_1/bias"].spec == P()
         ```
     """
+    check_mapping("layout_map", layout_map, 'rules_of({".*kernel": (None, "model")})')
     axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
     exact = []
     matched = []

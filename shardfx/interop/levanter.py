@@ -1,10 +1,11 @@
 """The axis mappings of haliax and Levanter as AxisRules."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .._ground.spec import axes_of_entries
 from .._rules import AxisRules, Target
+from ._mappings import check_mapping
 
 
 class Mappings(NamedTuple):
@@ -35,6 +36,10 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
     dimension whose name is first in the mapping gets it, and the plan has a reason for
     the other. In haliax this is an error, as in a plan with `strict=True`.
 
+    **Raises:**
+
+    `RuleError` for a value of another type.
+
     !!! Example
 
         ```python
@@ -46,6 +51,7 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
         assert resolve(("embed", "mlp"), rules).spec == P("data", "model")
         ```
     """
+    check_mapping("mapping", mapping, 'rules_of({"embed": "data"})')
     targets = {}
     for name, target in mapping.items():
         if isinstance(target, list):
@@ -89,14 +95,21 @@ def mappings_of(
         assert resolve(("embed", "mlp"), both.compute).spec == P(None, "model")
         ```
     """
+    check_mapping("trainer", trainer, 'mappings_of({"tensor_parallel_axes": ["mlp"]})')
     compute: dict[str, Target] = dict(trainer.get("axis_resources") or {})
-    compute |= dict.fromkeys(trainer.get("tensor_parallel_axes") or (), model)
+    compute |= dict.fromkeys(_names(trainer.get("tensor_parallel_axes")), model)
     batch_axis = trainer.get("batch_axis", "batch")
     if batch_axis is not None:
         compute[batch_axis] = batch
     parameter = compute | dict(trainer.get("parameter_axis_resources") or {})
-    fsdp = trainer.get("fsdp_axis", "embed") or ()
-    if isinstance(fsdp, str):
-        fsdp = [fsdp]
-    parameter |= dict.fromkeys(fsdp, data)
+    parameter |= dict.fromkeys(_names(trainer.get("fsdp_axis", "embed")), data)
     return Mappings(rules_of(parameter), rules_of(compute))
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The logical axes in a field of a trainer: one, several or none."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(value)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from .._ground.errors import RuleError
 from .._ground.spec import entry_axes
 from .._rules import AxisRules, Rule
+from ._mappings import check_mapping
 
 
 class MeshAndRules(NamedTuple):
@@ -58,6 +59,7 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
         assert resolve(("embed", "mlp"), read.rules).spec == P("fsdp", "tensor")
         ```
     """
+    check_mapping("config", config, "rules_of(yaml.safe_load(text))")
     listed_rules = config.get("logical_axis_rules")
     if not isinstance(listed_rules, list | tuple):
         raise RuleError(

@@ -86,6 +86,13 @@ def size_of_axis(spec: Any, name: str) -> str:
     return ""
 
 
+def as_int(size: Any) -> Any:
+    """An integer of NumPy as one of Python, which JSON can hold; any other value as it
+    is.
+    """
+    return int(size) if isinstance(size, np.integer) else size
+
+
 def check_axes(
     axis_names: Sequence[Any],
     axis_sizes: Sequence[Any],

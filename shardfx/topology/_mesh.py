@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import equinox as eqx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._ground.errors import MeshError, check_type, of_argument
+from .._ground.errors import MeshError, check_type, of_argument, whole_number
 from .._ground.misuse import called, lacking, refused
 from .._ground.told import ToldType
 from ._axes import (
     ATTRIBUTES,
+    as_int,
     check_axes,
     parsed_axes,
     require_known,
@@ -99,7 +100,7 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                 " `MeshSpec.parse('data=4,tensor=2')`."
             )
         self.axis_names = tuple(name for name, _ in pairs)
-        self.axis_sizes = tuple(size for _, size in pairs)
+        self.axis_sizes = tuple(as_int(size) for _, size in pairs)
         types_by_axis = (
             axis_types
             if isinstance(axis_types, Mapping)
@@ -111,7 +112,8 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         if dcn is not None and not isinstance(dcn, Mapping):
             form = {self.axis_names[0]: dcn}
             raise MeshError(f"`dcn={dcn!r}` names no axis; write `dcn={form!r}`.")
-        self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
+        slices = {name: as_int(count) for name, count in (dcn or {}).items()}
+        self.dcn_sizes = tuple(slices.get(name, 1) for name in self.axis_names)
         for axis_type in types_by_axis.values():
             check_type(
                 what="axis_types",
@@ -271,15 +273,16 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             assert MeshSpec({"data": -1, "tensor": 4}).fit(64).axis_sizes == (16, 4)
             ```
         """
-        if isinstance(device_count, Sequence):
+        count = whole_number(device_count)
+        if count is None:
             number = "len(devices)"
-            if isinstance(device_count, str):
+            if isinstance(device_count, str) and device_count.isdecimal():
                 number = device_count
             raise MeshError(
                 f"`fit` takes a number, not {device_count!r:.60}: write"
                 f" `mesh.fit({number})`."
             )
-        return self._fitted(device_count, "")
+        return self._fitted(count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
         """`fit`, whose errors end with `hint` if there are too few devices. A `{}` in
@@ -332,6 +335,11 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             assert mesh.axis_size("fsdp") == 4 and mesh.axis_size(("data", "fsdp")) == 8
             ```
         """
+        if not isinstance(names, Iterable):
+            raise MeshError(
+                f"`axis_size` takes the name of an axis, or several, not {names!r:.60};"
+                f" the mesh has {self.axis_names}."
+            )
         names = (names,) if isinstance(names, str) else tuple(names)
         require_known(names, self.axis_names, "axis_size")
         if len(set(names)) < len(names):

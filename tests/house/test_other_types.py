@@ -11,19 +11,24 @@ from shardfx import (
     AxisRules,
     MeshSpec,
     PathRules,
+    ShardPlan,
     auto,
     checkpoint,
     correct,
     cost,
     fsdp,
+    hosts,
     match,
     plan,
+    resolve,
     sync,
 )
 from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
+from shardfx.interop import huggingface, keras, levanter, maxtext
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
+GRID = hosts.regular_grid(MESH, {"data": 2})
 SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
 # Type checkers would refuse these.
 NUMBER: Any = 3
@@ -58,6 +63,71 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
             "`mesh_axes` must be of type Iterable",
         ),
         (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
+        (
+            lambda: correct(jax.P(), (8.5,), MESH),
+            SpecError,
+            r"holds 8.5, which is none",
+        ),  # pyright: ignore
+        (
+            lambda: correct(jax.P(), (8,), MESH, min_bytes=TEXT),
+            RuleError,
+            "`min_bytes` is a number of bytes, not 'ab'",
+        ),
+        (lambda: MESH.fit(NOTHING), MeshError, r"not None: write `mesh.fit\(len\("),
+        (lambda: MESH.fit(TEXT), MeshError, r"not 'ab': write `mesh.fit\(len\("),
+        (lambda: MESH.axis_size(NUMBER), MeshError, "the name of an axis, or several"),
+        (
+            lambda: PathRules([]).prepend(NOTHING),
+            RuleError,
+            "`rules` must be of type Iterable, not NoneType",
+        ),
+        (
+            lambda: PathRules([]).extend(TEXT),
+            RuleError,
+            r"is given a text; write `PathRules.parse\('ab'\)`",
+        ),
+        (
+            lambda: levanter.rules_of(NUMBER),
+            RuleError,
+            r"`mapping` is a mapping, not int; write it as in `rules_of\(\{",
+        ),
+        (
+            lambda: levanter.mappings_of(NOTHING),
+            RuleError,
+            "`trainer` is a mapping, not NoneType",
+        ),
+        (lambda: keras.rules_of(NOTHING), RuleError, "`layout_map` is a mapping"),
+        (lambda: maxtext.rules_of(TEXT), RuleError, "`config` is a mapping, not str"),
+        (
+            lambda: huggingface.rules_of(NOTHING),
+            RuleError,
+            r"`plans` is a mapping, not NoneType; .* `rules_of\(plans_of\(model.config",
+        ),
+        (
+            lambda: hosts.data_layout(TEXT, "data", GRID, 0),
+            MeshError,
+            "a batch of 'ab' rows cannot be sharded over the 4 devices",
+        ),
+        (
+            lambda: hosts.data_layout(8, "data", GRID, NOTHING),
+            MeshError,
+            r"no process None; use one of 0 to 1, such as `jax.process_index\(\)`",
+        ),
+        (
+            lambda: hosts.shard_id(NUMBER, GRID, 0),
+            MeshError,
+            "mesh axes are a name or a tuple of names, not 3",
+        ),
+        (
+            lambda: hosts.local_chunk(NUMBER, jax.P(), GRID, 0),
+            SpecError,
+            "`shape` has a size for each dimension, and this is 3",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), TEXT, GRID, 0),
+            SpecError,
+            "`spec` is a PartitionSpec, not 'ab'; write",
+        ),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
         (
             lambda: auto.plan(SHAPES, 8, batch_dim=NOTHING),
@@ -95,6 +165,36 @@ def test_numbers_of_a_transfer_are_whole_numbers(number):
             sync.plan_transfer(planned, planned, processes=(1, processes))
     with pytest.raises(MeshError, match="`memory_limit_bytes` is .*; give a number of"):
         sync.plan_transfer(planned, planned, memory_limit_bytes=number)
+
+
+def test_sizes_of_a_mesh_may_be_of_numpy():
+    mesh = MeshSpec({"data": np.int64(4)}, dcn={"data": np.int32(2)})
+    assert repr(mesh) == "MeshSpec({'data': 4}, dcn={'data': 2})"
+    filled = MeshSpec({"data": -1}).fit(np.int64(4))  # pyright: ignore
+    assert type(filled.size) is int
+    planned = plan(SHAPES, mesh, paths=PathRules.parse("w->data"))
+    assert ShardPlan.from_json(planned.to_json()) == planned
+
+
+@pytest.mark.parametrize("number", [np.int64(16), 15.5, 16.0, float("inf")])
+def test_the_least_bytes_of_a_plan_are_an_int_in_json(number):
+    rules = PathRules([("w", fsdp("data"))])
+    planned = plan(SHAPES, MESH, paths=rules, min_bytes=number)
+    assert ShardPlan.from_json(planned.to_json()) == planned
+    is_small = number > 32
+    assert planned["w"].spec == (jax.P() if is_small else jax.P("data"))
+
+
+def test_path_rules_grow_by_a_mapping():
+    first = PathRules({"a": jax.P()})
+    assert first.extend({"b": jax.P()}).rules == (("a", jax.P()), ("b", jax.P()))
+    assert first.prepend({"b": jax.P()}).rules == (("b", jax.P()), ("a", jax.P()))
+
+
+def test_one_logical_axis_of_a_levanter_trainer_may_be_a_text():
+    parameter, compute = levanter.mappings_of({"tensor_parallel_axes": "mlp"})
+    assert resolve(("mlp",), compute).spec == jax.P("model")
+    assert parameter.names == ("mlp", "batch", "embed")
 
 
 def test_the_form_is_that_of_the_function_that_was_called():
