@@ -154,6 +154,7 @@ def follow(
     check_plan("plan", plan)
     check_policy("follow", "unused", unused, "allow")
     check_rules(paths, axes)
+    _require_paths(paths, axes, plan)
     kinds = kinds_matcher(memory_kinds)
     axis_rules = plan.axes if axes is None else axes
     by_path = Matcher(paths)
@@ -204,6 +205,22 @@ def follow(
     return ShardPlan(
         content.replaced(axes=kept_axes, rows=rows, index=index, path_tree=path_tree)
     )
+
+
+def _require_paths(
+    paths: PathRules | None,
+    axes: AxisRules | None,
+    plan: ShardPlan,
+) -> None:
+    """Raises `RuleError` if the argument `axes` of `follow` would have no effect: the
+    plan has other rules, and there are no `paths` whose names these resolve.
+    """
+    if paths is None and axes is not None and plan.axes not in (None, axes):
+        raise RuleError(
+            "`follow(..., axes=...)` resolves the logical names in `paths`, which are not"
+            " given: pass `paths=PathRules([...])`, or leave `axes` out. The arrays that"
+            " follow others have the plan's own `axes`."
+        )
 
 
 def _planned(

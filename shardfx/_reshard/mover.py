@@ -137,7 +137,7 @@ def reshard(
       device keeps its shard of an array, the result shares the array's buffers and the
       array is not deleted.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their
-      place.
+      place. Not inside `jit`.
 
     **Returns:**
 
@@ -217,6 +217,11 @@ def resharded(
     new_shardings = targets(dst, flat, "dst")
     path_of = flat.paths.__getitem__
     if _has_tracer(flat.leaves):
+        if lost:
+            raise LeafTypeError(
+                "`reshard` inside `jit` takes no `lost`: a program runs on all devices of"
+                " its mesh. Move the arrays before, outside of the function."
+            )
         old_shardings: list[Sharding | None] = [None] * len(new_shardings)
         if src is not None:
             old_shardings = targets(src, flat, "src")

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 
 from .._convert import TreeMap
-from .._ground.errors import LeafTypeError, check_type
+from .._ground.errors import CheckpointError, LeafTypeError, MapError, check_type
 from .._ground.misuse import called
 from .._ground.processes import coordination
 from .._plan import ShardPlan
@@ -109,14 +109,15 @@ def save(
 
     **Raises:**
 
-    - `MapError` with all problems of a map that does not fit.
+    - `MapError` with all problems of a map that does not fit, and for `like` without a
+      map.
     - `PlanMismatchError` if the tree is not the planned one.
     - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map
       scales, or for a dtype that `load` could not return under this plan, such as
       NumPy's int64 where the plan has int32.
-    - `CheckpointError` if `path` exists, for a leaf that would be lost, or with the
-      number of another process that failed, died, did not call `save`, or has other
-      arguments.
+    - `CheckpointError` if `path` exists, for a leaf that would be lost, for `file_bytes`
+      and a path that is one file, or with the number of another process that failed,
+      died, did not call `save`, or has other arguments.
     - `OSError` with the path if the disk is full or cannot be written.
 
     !!! Example
@@ -188,6 +189,11 @@ def content_of(
             expected=ShardPlan,
             error=LeafTypeError,
             fix="give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
+        )
+    if like is not None and map is None:
+        raise MapError(
+            "`like` says which arrays `map` makes, and there is no map: write"
+            " `save(path, tree, plan, map=map, like=like)`, or leave `like` out."
         )
     tree_plan = plan
     if tree_plan is None:
@@ -262,6 +268,12 @@ def write(
         is_store = isinstance(target, Address)
         name = target.shown if is_store else os.path.abspath(target)
         file_bytes = options.file_bytes
+        if file_bytes is not None and not is_store and _is_file(name):
+            raise CheckpointError(
+                f"`file_bytes={file_bytes}` divides the arrays of a directory, and this"
+                " is one file: give a path without `.safetensors`, or leave"
+                " `file_bytes` out."
+            )
         if file_bytes is None:
             file_bytes = OBJECT_BYTES if is_store else _FILE_BYTES
         saved = content()
@@ -291,6 +303,11 @@ def write(
         return processes.is_first
 
 
+def _is_file(path: str) -> bool:
+    """Whether a save to this path of a disk makes one file, not a directory."""
+    return path.endswith(".safetensors")
+
+
 def _write_files(
     path: str,
     processes: SaveProcesses,
@@ -305,7 +322,7 @@ def _write_files(
     other save has. `afterwards` is closed at the end of the save, once the other
     processes know of an error. `advance` is called with the bytes of each write.
     """
-    is_file = path.endswith(".safetensors")
+    is_file = _is_file(path)
     parent, name = os.path.split(path)
     staging = os.path.join(parent, f".{name}.partial-{token}")
     metadata = dict(content.metadata)

@@ -261,7 +261,8 @@ def fit(
     **Raises:**
 
     `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no
-    compiled step and no plan; the errors of [`shardfx.cost.estimate`][].
+    compiled step and no plan, and for further arguments beside one of the last two; the
+    errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 
@@ -290,6 +291,7 @@ def fit(
         ```
     """
     chip = chips.find(chip)
+    _require_alone(step, [*args, mesh, compiled])
     if isinstance(step, ShardPlan):
         return _of_plan(step, chip)
     if isinstance(step, CompiledFor) and step.assigned is not None:
@@ -348,6 +350,20 @@ def fit(
         out_of_memory=memory.out_of_memory,
         _chip_step=chip_step,
     )
+
+
+def _require_alone(counted: object, others: Sequence[object]) -> None:
+    """Raises `LeafTypeError` if `fit` is given `others` than `None` beside a plan or a
+    compiled step, on which they would have no effect.
+    """
+    is_counted = isinstance(counted, ShardPlan | _Measured)
+    if is_counted and any(other is not None for other in others):
+        name = "plan" if isinstance(counted, ShardPlan) else "compiled"
+        raise LeafTypeError(
+            f"`fit({name}, ...)` counts what the {type(counted).__name__} holds, and"
+            f" takes only the chip beside it: write `fit({name}, chip=...)`, or pass the"
+            " step, `fit(step, *args, chip=...)`."
+        )
 
 
 def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:

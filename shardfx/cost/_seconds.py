@@ -152,7 +152,8 @@ def seconds(
 
     **Raises:**
 
-    `MeshError` for extents that do not match the mesh; `ChipError` for an unknown chip.
+    `MeshError` for extents that do not match the mesh, without a mesh, and for a chip
+    that has no slices; `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -182,6 +183,17 @@ def seconds(
         fix="give what `cost.traffic` returns",
     )
     chip = chips.find(chip)
+    if slice and mesh is None:
+        raise MeshError(
+            f"`slice={slice!r:.40}` says along which dimensions of a slice the axes of the"
+            " mesh lie, and there is no mesh; write `seconds(traffic, chip, mesh,"
+            f" slice={slice!r:.40})`."
+        )
+    if slice and not chip.torus_dims:
+        raise MeshError(
+            f"`slice={slice!r:.40}`: switches connect the chips of {chip.name}, so they"
+            " have no slices; leave `slice` out."
+        )
     axes: Mapping[str, tuple[Ring, ...]] = {}
     torus = None
     if mesh is not None and chip.torus_dims:

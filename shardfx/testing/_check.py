@@ -183,7 +183,8 @@ def check_step(
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and
-    `mesh`, and for a reference that returns other paths, shapes or kinds of dtypes.
+    `mesh`, for both together, and for a reference that returns other paths, shapes or
+    kinds of dtypes.
     `MeshError` for structs on more devices than there are. Errors of the step are
     raised unchanged, as JAX's error for a donated array.
 
@@ -200,6 +201,12 @@ def check_step(
         assert sfx.testing.check_step(lambda x: jnp.tanh(x.T @ x), x)
         ```
     """
+    if mesh is not None and reference is not None:
+        raise ProgramError(
+            "`check_step` is given a `reference` and a `mesh`, and compares with one"
+            " step: with `mesh=`, the step on a mesh of one device. Leave one of them"
+            " out."
+        )
     if mesh is not None:
         make_step = step
         step = make_step(mesh)

@@ -62,6 +62,16 @@ def kept(w):
             r"`slice=\(2, 2, 2\)` must have 3 extents .* as in '2x2x2'",
         ),
         (
+            lambda: seconds(SENT, "v5p", slice="2x2x2"),
+            MeshError,
+            r"there is no mesh; write `seconds\(traffic, chip, mesh, slice='2x2x2'\)`",
+        ),
+        (
+            lambda: seconds(SENT, "h100", MESH, slice="2x4"),
+            MeshError,
+            "switches connect the chips of h100.*leave `slice` out",
+        ),
+        (
             lambda: estimate(jnp.sin, ROWS, compiler=5),  # pyright: ignore
             MeshError,
             "there is no compiler 5; `compiler` is one of tpu, gpu, cpu",
