@@ -96,7 +96,9 @@ class AxisRules(eqx.Module):
             (mode, read_rules(mode_rules, f"mode {mode!r}"))
             for mode, mode_rules in by_mode
         )
-        self.units = tuple(read_pairs(units or (), "units"))
+        self.units = tuple(
+            (name, _whole(unit)) for name, unit in read_pairs(units or (), "units")
+        )
         self.aliases = tuple(read_pairs(aliases or (), "aliases"))
         self.mesh_axes = declared_axes(mesh_axes)
 
@@ -547,6 +549,12 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
                 " with rules."
             )
     return chain
+
+
+def _whole(unit: object) -> Any:
+    """A whole number of NumPy or JAX as one of Python; any other value as it is."""
+    number = whole_number(unit)
+    return unit if number is None else number
 
 
 def _without(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:

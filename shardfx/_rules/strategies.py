@@ -76,13 +76,18 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
             f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or"
             " tuple of names takes a tuple of ints, one per dimension."
         )
+    whole_sizes = []
     for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        whole_size = whole_number(size)
+        if whole_size is None or whole_size < 1:
             raise SpecError(
                 f"`atomic({target!r}, {unit!r})`: a unit is a positive number of"
                 " elements."
             )
-    return Atomic(target, unit)
+        whole_sizes.append(whole_size)
+    if isinstance(unit, tuple):
+        return Atomic(target, tuple(whole_sizes))
+    return Atomic(target, whole_sizes[0])
 
 
 def pipeline(first: object, second: object) -> "Pipeline":

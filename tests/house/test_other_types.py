@@ -12,6 +12,7 @@ from shardfx import (
     MeshSpec,
     PathRules,
     ShardPlan,
+    atomic,
     auto,
     checkpoint,
     correct,
@@ -173,6 +174,15 @@ def test_sizes_of_a_mesh_may_be_of_numpy():
     filled = MeshSpec({"data": -1}).fit(np.int64(4))  # pyright: ignore
     assert type(filled.size) is int
     planned = plan(SHAPES, mesh, paths=PathRules.parse("w->data"))
+    assert ShardPlan.from_json(planned.to_json()) == planned
+
+
+def test_units_may_be_numbers_of_numpy():
+    of_numpy: Any = np.int64(2)
+    rules = AxisRules([("w", "data")], units={"w": of_numpy})
+    assert rules == AxisRules([("w", "data")], units={"w": 2})
+    assert atomic("w", of_numpy) == atomic("w", 2)
+    planned = plan(SHAPES, MESH, names={"w": ("w",)}, axes=rules)
     assert ShardPlan.from_json(planned.to_json()) == planned
 
 
