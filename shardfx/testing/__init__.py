@@ -16,8 +16,8 @@ from ._check import (
     CheckedStep as CheckedStep,
     check_step as check_step,
 )
+from ._patterns import assert_collectives as assert_collectives
 from ._texts import (
-    assert_collectives as assert_collectives,
     assert_same_plan_text as assert_same_plan_text,
     assert_same_shardings_text as assert_same_shardings_text,
     assert_same_traffic_text as assert_same_traffic_text,
