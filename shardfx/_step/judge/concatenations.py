@@ -59,10 +59,11 @@ def concatenate(
     )
     if matched is not None:
         return matched
-    pieces = [with_all_axes(operand) for operand in operands]
+    pieces = [with_all_axes(context, operand) for operand in operands]
     held = _joined_pieces(context, pieces, shape, along)
     if held is not None:
         return held
+    concatenations: list[Held] = []
     for value_number in context.values.with_name("concatenate", instruction.op_name):
         node = context.values.nodes[value_number]
         assert node.result is not None
@@ -73,8 +74,16 @@ def concatenate(
         if len(present_pieces) == len(pieces):
             held = _joined_pieces(context, present_pieces, shape, along)
             if held is not None:
-                return held
-    raise Unjudged("a concatenation of pieces of different arrays")
+                concatenations.append(held)
+    if not concatenations:
+        raise Unjudged("a concatenation of pieces of different arrays")
+    # Several concatenations of the whole program may have this name, and these pieces.
+    return min(concatenations, key=_count_of_segments)
+
+
+def _count_of_segments(held: Held) -> int:
+    """How many segments the dimensions of an array have."""
+    return sum(len(axis.cut.lengths) for axis in held.axes if axis is not None)
 
 
 def _as_piece_of(context: Context, piece: Held, array: Global) -> Held | None:

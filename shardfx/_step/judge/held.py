@@ -272,12 +272,20 @@ def permuted(operand: Held, order: Sequence[int]) -> Held:
     )
 
 
-def with_all_axes(held: Held) -> Held:
+def with_all_axes(context: Context, held: Held) -> Held:
     """The same with an axis for each dimension of the value that is cut: the cuts in
-    `dropped_axes` become those of dimensions of size 1 in which nothing changes. Raises
-    `Unjudged` if a cut finds none that keeps the order of the value's dimensions.
+    `dropped_axes` become those of dimensions of size 1 in which nothing changes. Only
+    the first rows of longer dimensions stay dropped. Raises `Unjudged` if a cut finds
+    none that keeps the order of the value's dimensions.
     """
-    dropped_axes = [axis for axis in held.dropped_axes if axis.cut.starts.any()]
+    sizes = context.values.nodes[held.root].shape if held.root >= 0 else ()
+    dropped_axes: list[Axis] = []
+    first_rows: list[Axis] = []
+    for axis in held.dropped_axes:
+        if axis.cut.starts.any():
+            dropped_axes.append(axis)
+        elif axis.dim < len(sizes) and sizes[axis.dim] != 1:
+            first_rows.append(axis)
     axes = list(held.axes)
     for axis in sorted(dropped_axes, key=lambda axis: axis.dim):
         free_places = [
@@ -290,7 +298,7 @@ def with_all_axes(held: Held) -> Held:
         if not free_places:
             raise Unjudged("a reshape that drops a cut dimension")
         axes[free_places[0]] = axis
-    return dataclasses.replace(held, axes=tuple(axes), dropped_axes=())
+    return dataclasses.replace(held, axes=tuple(axes), dropped_axes=tuple(first_rows))
 
 
 def _keeps_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:

@@ -11,6 +11,7 @@ from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .forms import Form, form_of, nameless_text, reducer_of
 from .held import Axis, Context, Held, Number, dim_of, view_of
+from .values import Global
 from .verdict import Unjudged, Wrong
 
 
@@ -62,6 +63,42 @@ def remembered(
     if held.root == value_number and held.idiom is None:
         context.memory.add(key, operands, held)
     return held
+
+
+def fitted(context: Context, held: Held, array: Global) -> Held | None:
+    """What devices hold of `array`, which has elements of the same value as `held`;
+    `None` unless its dimensions are those of `held`. A row whose dimension `held`
+    dropped gets an axis along it.
+    """
+    if len(held.axes) != len(array.shape):
+        return None
+    if view_of(held).dims == array.view.dims:
+        return held
+    sizes = context.values.nodes[held.root].shape
+    axes = list(held.axes)
+    dropped_cuts = {axis.dim: axis.cut for axis in held.dropped_axes}
+    for place, dim in enumerate(array.view.dims):
+        axis = axes[place]
+        if axis is None:
+            # Nothing changes along it, so any part of it fits. But a row may be
+            # repeated, of a value that has others.
+            if dim not in dropped_cuts:
+                continue
+            if held.shape[place] == 1:
+                axes[place] = Axis(dim, dropped_cuts.pop(dim))
+            elif dim < len(sizes) and sizes[dim] != 1:
+                return None
+            continue
+        if axis.dim == dim:
+            continue
+        # The array's view leaves out dimensions of size 1.
+        is_single = axis.dim < len(sizes) and sizes[axis.dim] == 1
+        if dim is not None or not is_single:
+            return None
+    if len(dropped_cuts) == len(held.dropped_axes):
+        return held
+    dropped_axes = tuple(Axis(dim, cut) for dim, cut in dropped_cuts.items())
+    return dataclasses.replace(held, axes=tuple(axes), dropped_axes=dropped_axes)
 
 
 def joined_cut(

@@ -9,8 +9,8 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, View
-from .held import Axis, Context, Held, view_of
-from .joining import form_in
+from .held import Axis, Context, Held
+from .joining import fitted, form_in
 from .moves import MOVES_BY_OPCODE, continued, pad_move
 from .values import MOVES, Global, Node
 from .verdict import Unjudged, Wrong
@@ -124,7 +124,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     others. `None` if they hold none.
     """
     if held.root == array.view.root:
-        return held if _fits(context, held, array) else None
+        return fitted(context, held, array)
     if held.idiom is not None or held.root < 0 or array.view.root < 0:
         return None
     held_array = _elements(context, held, array)
@@ -142,7 +142,7 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
     these are in `dropped_axes` of what is returned.
     """
     if held.root == array.view.root:
-        return held if _fits(context, held, array) else None
+        return fitted(context, held, array)
     node = context.values.nodes[array.view.root]
     if node.opcode not in MOVES:
         return _elements_of_twin(context, held, array)
@@ -433,26 +433,6 @@ def _elements_of_either(
     if differing_dims > 1:
         return first_value
     return dataclasses.replace(first_value, axes=tuple(axes))
-
-
-def _fits(context: Context, held: Held, array: Global) -> bool:
-    """Whether the dimensions of what devices hold of a value are the dimensions of
-    `array`, which has elements of the same value.
-    """
-    if len(held.axes) != len(array.shape):
-        return False
-    if view_of(held).dims == array.view.dims:
-        return True
-    sizes = context.values.nodes[held.root].shape
-    for axis, dim in zip(held.axes, array.view.dims, strict=True):
-        # Nothing changes along a dimension without an axis, so any part of it fits.
-        if axis is None or axis.dim == dim:
-            continue
-        # The array's view leaves out dimensions of size 1.
-        is_single = axis.dim < len(sizes) and sizes[axis.dim] == 1
-        if dim is not None or not is_single:
-            return False
-    return True
 
 
 def _remembered_move(

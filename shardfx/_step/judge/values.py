@@ -386,6 +386,9 @@ def scalar_constant(node: Node) -> float | None:
     if node.opcode != "constant" or node.shape or node.instruction is None:
         return None
     text = node.instruction.inside.strip()
+            # Without a longer dimension, the twin would be of one row of the source.
+            if any(size != 1 for size in self.nodes[source].shape[len(dims) :]):
+                continue
     try:
         return float({"true": "1", "false": "0"}.get(text, text))
     except ValueError:

@@ -137,7 +137,7 @@ def _global_reshape(
     one device; `None` if no reshape of the operand's value fits.
     """
     try:
-        operand = with_all_axes(operand)
+        operand = with_all_axes(context, operand)
     except Unjudged:
         return None
     dims = tuple(dim for dim in view_of(operand).dims if dim is not None)
@@ -204,16 +204,22 @@ def _viewed(
         return None
     if view_of(operand).dims != source.dims:
         return None
-    size_by_dim = dict(zip(source.dims, operand.shape, strict=True))
-    axis_by_dim = dict(zip(source.dims, operand.axes, strict=True))
+    place_by_dim = {dim: place for place, dim in enumerate(source.dims)}
+    strides_before = _strides(operand.shape)
+    strides_after = _strides(shape)
     axes: list[Axis | None] = []
-    for dim, size in zip(target.dims, shape, strict=True):
+    for place_after, dim in enumerate(target.dims):
         if dim is None:
             axes.append(None)
             continue
-        if size_by_dim[dim] != size:
+        place = place_by_dim[dim]
+        if operand.shape[place] != shape[place_after]:
             return None
-        axes.append(axis_by_dim[dim])
+        # Repeated elements may stand between those of the dimension before or after.
+        is_moved = strides_before[place] != strides_after[place_after]
+        if is_moved and operand.shape[place] != 1:
+            return None
+        axes.append(operand.axes[place])
     return dataclasses.replace(operand, shape=shape, axes=tuple(axes))
 
 
@@ -232,8 +238,14 @@ def _fitted(
     whole_shape = tuple(size for size in node.shape if size is not None)
     if len(whole_operand.shape) != len(operand.shape) or len(whole_shape) != len(shape):
         return None
-    for dim, axis in zip(whole_operand.view.dims, operand.axes, strict=True):
-        if axis is not None and dim is not None and dim != axis.dim:
+    for dim, axis, size in zip(
+        whole_operand.view.dims, operand.axes, whole_operand.shape, strict=True
+    ):
+        if axis is None:
+            continue
+        # The whole program repeats the elements along another dimension.
+        is_repeated = dim is None and size != 1
+        if is_repeated or dim not in (None, axis.dim):
             return None
     axes: list[Axis | None] = [None] * len(shape)
     # Dimensions `sources` of the operand become dimensions `targets` of the result.
@@ -464,7 +476,7 @@ def with_absorbed_axes(context: Context, held: Held) -> Held:
     )
     if held.dropped_axes:
         try:
-            held = with_all_axes(held)
+            held = with_all_axes(context, held)
         except Unjudged:
             return held
     return _within(context, held)

@@ -37,6 +37,10 @@ from .values import (
 from .verdict import Unjudged
 
 
+# Operations whose operands do not say which arrays they return.
+_OF_ANY_RESULT = ("custom-call", "rng-bit-generator")
+
+
 class _ManualResult(NamedTuple):
     """A result of the body of a `shard_map`: the number of its call, and its place."""
 
@@ -520,6 +524,14 @@ def _unkeyed_sizes(
     sizes: list[int] = []
     for operand in operands:
         sizes += [size for size in operand.shape if size != 1]
+    if instruction.opcode == "reshape":
+        # The key does not say along which dimensions the operand repeats its elements.
+        (operand,) = operands
+        dims = zip(operand.view.dims, operand.shape, strict=True)
+        repeated = tuple(dim is None for dim, size in dims if size != 1)
+        return (tuple(sizes), repeated)
+    if instruction.opcode in _OF_ANY_RESULT:
+        return (tuple(sizes), arrays_in(instruction.result))
     return (tuple(sizes), *sizes_of(instruction))
 
 
