@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .held import Context, Held, Result, view_of
+from .held import Context, Held, Result, require_whole_scalar, view_of
 from .joining import joined_cut
 from .results import held_of
 from .values import conditional_key
@@ -14,6 +14,7 @@ def branched(context: Context, branch_number: Held, leaves: Sequence[Result]) ->
     `branch_number` is operand 0, which chooses a branch. If the result of a branch is
     wrong or not judged, so is this.
     """
+    require_whole_scalar(branch_number, "a conditional")
     for leaf in leaves:
         if not isinstance(leaf, Held):
             return leaf

@@ -312,6 +312,15 @@ def _keeps_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
     )
 
 
+def require_whole_scalar(held: Held, what: str) -> None:
+    """Raises `Unjudged` unless each device has the value itself of a scalar on which
+    `what`, such as a loop, hangs: no part of it, no other row, and no unfinished idiom.
+    """
+    is_other_row = any(axis.cut.starts.any() for axis in held.dropped_axes)
+    if not held.is_finished or held.idiom is not None or is_other_row:
+        raise Unjudged(f"{what} that hangs on something unfinished")
+
+
 def require_finished(held: Held, what: str) -> None:
     """Raises `Wrong` for an operand that is an unfinished sum, where an operation needs
     the whole, and `Unjudged` for one that may be. `what` names the operation in the

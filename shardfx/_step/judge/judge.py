@@ -581,7 +581,7 @@ class Judge:
         if isinstance(branch_number, Unknown):
             self.record.states[key] = branch_number.cause_number
             return each_result(instruction, branch_number)
-        if not isinstance(branch_number, Held) or not branch_number.is_finished:
+        if not isinstance(branch_number, Held):
             raise Unjudged("a conditional on something unfinished")
         results = [
             branched(self.context, branch_number, leaves)

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
-from .held import Context, Held, Result, view_of
+from .held import Context, Held, Result, require_whole_scalar, view_of
 from .matching import expressed
 from .record import Failures, Record
 from .results import held_of, leaves_of, required_view
@@ -248,8 +248,10 @@ class Loops:
         state = list(state)
         for _ in range(_TURNS):
             goes_on = self.run(called_names["condition"], [tuple(state)])
-            if isinstance(goes_on, Held) and goes_on.root != loop.goes_on.view.root:
-                return None
+            if isinstance(goes_on, Held):
+                if goes_on.root != loop.goes_on.view.root:
+                    return None
+                require_whole_scalar(goes_on, "a loop")
             turned_leaves = list(
                 leaves_of(self.run(called_names["body"], [tuple(state)]))
             )
@@ -257,6 +259,8 @@ class Loops:
             for place, (before_turn, after_turn) in enumerate(
                 zip(state, turned_leaves, strict=True)
             ):
+                if after_turn is before_turn and _is_unchanged(loop, place):
+                    continue
                 held_after = self._after_turn(
                     before_turn, after_turn, loop.after_turn[place]
                 )
@@ -283,8 +287,6 @@ class Loops:
             return before_turn
         if not isinstance(after_turn, Held):
             return after_turn
-        if after_turn is before_turn:
-            return before_turn
         held_array = expressed(self.context, after_turn, array)
         if held_array is None or view_of(held_array) != required_view(
             held_array, array
@@ -329,6 +331,11 @@ class Loops:
                 cuts.append(self.context.cuts.whole(size) if axis is None else axis.cut)
             results.append(held_of(array, held.shape, cuts))
         return results
+
+
+def _is_unchanged(loop: Loop, place: int) -> bool:
+    """Whether a turn of the whole program leaves an array of the loop as it is."""
+    return loop.after_turn[place] == loop.carried[place]
 
 
 def _has_form_of(instruction: Instruction, loop: Loop) -> bool:
