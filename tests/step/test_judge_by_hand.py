@@ -359,10 +359,20 @@ SQUARE_LOOKUP = (
 )
 
 
+TRANSPOSED = "f32[2,2,4]{2,1,0} transpose(%some), dimensions={1,0,2}"
+# Another layout of the same bytes.
+BITCAST = "f32[2,2,4]{2,0,1} bitcast(%some)"
+
+
 @pytest.mark.parametrize(
-    "order, outcome", [("1,0,2", "proved"), ("0,1,2", "not judged")]
+    "turned, order, outcome",
+    [
+        (TRANSPOSED, "1,0,2", "proved"),
+        (TRANSPOSED, "0,1,2", "not judged"),
+        (BITCAST, "0,1,2", "not judged"),
+    ],
 )
-def test_a_transposed_lookup_needs_a_transposed_mask(order, outcome):
+def test_a_transposed_lookup_needs_a_transposed_mask(turned, order, outcome):
     parameters = """
   %table = f32[{rows},4]{{1,0}} parameter(0), sharding={{devices=[2,1]<=[2]}}
   %i = s32[2,2,1]{{2,1,0}} parameter(1), sharding={{replicated}}
@@ -394,7 +404,7 @@ def test_a_transposed_lookup_needs_a_transposed_mask(order, outcome):
   %clamped = {indices} clamp(%low, %i, %high)
   %shifted = {indices} subtract(%clamped, %start)
   %some = f32[2,2,4]{{2,1,0}} {lookup}, {name}
-  %turned = f32[2,2,4]{{2,1,0}} transpose(%some), dimensions={{1,0,2}}
+  %turned = {turned}
   %below = {mask} compare(%clamped, %start), direction=LT
   %above = {mask} compare(%clamped, %stop), direction=GT
   %outside.1 = {mask} or(%below, %above)

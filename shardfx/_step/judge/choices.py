@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..hlo_text import HloModule, Instruction, arrays_in, root_of
 from .cuts import Cut
 from .forms import Form, computation_text, numbers
-from .held import Context, Held, product_of_terms, require_finished
+from .held import Context, Held, product_of_terms, require_finished, view_of
 from .joining import form_in, joined_cut
 from .matching import candidates, held_result, matched_operands
 from .values import Node
@@ -20,11 +22,13 @@ from .verdict import Unjudged
 
 class Choices(NamedTuple):
     """The choices of all devices of a group, side by side along dimension `along`, made
-    by the function `reducer`.
+    by the function `reducer`. `senders` has the devices, in order, whose choices each
+    device has.
     """
 
     along: int
     reducer: str
+    senders: tuple[tuple[int, ...], ...]
 
 
 def reduce_several(
@@ -41,7 +45,8 @@ def reduce_several(
     """
     arrays = operands[: len(operands) // 2]
     if any(isinstance(array.idiom, Choices) for array in arrays):
-        return _chosen_again(context, instruction, arrays)
+        starts = operands[len(arrays) :]
+        return _chosen_again(context, instruction, arrays, starts)
     reduced_dims = numbers(instruction, "dimensions")
     result_arrays = arrays_in(instruction.result)
     for operand in operands:
@@ -154,21 +159,24 @@ def _is_choice(module: HloModule, instruction: Instruction) -> bool:
 def gathered_choices(
     operand: Held,
     along: int,
-    group_masks: Sequence[int],
+    senders: np.ndarray,
     shape: tuple[int, ...],
 ) -> Held | None:
     """An operand whose terms are choices, after an all-gather puts those of each group
-    of devices side by side along dimension `along`; its shape is `shape` then. `None`
-    if the dimension has more than one choice on a device, or if a group has a choice
-    twice or not at all.
+    of devices side by side along dimension `along`; its shape is `shape` then.
+    `senders` has the devices of each device's group, an array (devices, members).
+    `None` if the dimension has more than one choice on a device, or if a group has a
+    choice twice or not at all.
     """
     if operand.shape[along] != 1 or operand.axes[along] is not None:
         return None
-    for group_mask in group_masks:
+    rows = tuple(tuple(row) for row in senders.tolist())
+    for row in rows:
+        group_mask = sum(1 << device for device in row)
         for term in operand.terms or ():
             if (term & group_mask).bit_count() != 1:
                 return None
-    idiom = Choices(along, operand.reducer)
+    idiom = Choices(along=along, reducer=operand.reducer, senders=rows)
     return dataclasses.replace(
         operand,
         shape=shape,
@@ -184,16 +192,24 @@ def _chosen_again(
     instruction: Instruction,
     arrays: Sequence[Held],
 ) -> tuple[Held, ...]:
+    starts: Sequence[Held],
     """The choice from the choices of a group, which finishes a reduction of several
     arrays. Raises `Unjudged` if `arrays` are not the gathered results of one reduction,
-    by the same function.
+    by the same function, or if it starts with other numbers, which are `starts`.
     """
     (along,) = numbers(instruction, "dimensions")
-    choices = Choices(along, _reducer_text(context.module, instruction))
-    if any(array.idiom != choices for array in arrays):
+    choices = arrays[0].idiom
+    if not isinstance(choices, Choices) or choices.along != along:
         raise Unjudged("a choice from choices of another kind")
     first_node = context.values.nodes[arrays[0].root]
+    if choices.reducer != _reducer_text(context.module, instruction):
+        raise Unjudged("a choice from choices of another kind")
+    if any(array.idiom != choices for array in arrays):
+        raise Unjudged("a choice from choices in different orders")
     held_results = []
+    whole_starts = first_node.operands[len(arrays) :]
+    if [view_of(start) for start in starts] != [start.view for start in whole_starts]:
+        raise Unjudged("a choice that starts with other numbers")
     for result_number, array in enumerate(arrays):
         node = context.values.nodes[array.root]
         if (

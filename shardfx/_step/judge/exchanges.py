@@ -176,7 +176,7 @@ def all_gather(context: Context, instruction: Instruction, operand: Held) -> Hel
     members = members_of(context, groups)
     _require_same_parts(instruction, operand, groups, along)
     if operand.terms is not None:
-        held = gathered_choices(operand, along, masks_of(groups), shape)
+        held = gathered_choices(operand, along, members.others, shape)
         if held is not None:
             return held
         _require_same_terms(operand, groups)

@@ -1,7 +1,7 @@
 """Gathers, from arrays that are cut too."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
 from .forms import numbers
-from .held import Axis, Context, Held, cut_of, require_finished
+from .held import Axis, Context, Held, cut_of, product_of_terms, require_finished
 from .indices import (
     LookupDims,
     is_box,
@@ -18,6 +18,7 @@ from .indices import (
     places_of_rows,
     require_no_idiom,
     require_whole_columns,
+    require_whole_without_index,
     shift_of,
     window_dims,
     without_idiom,
@@ -26,7 +27,7 @@ from .joining import form_in, joined_cut
 from .lookups import Clamped, Fetched, Shifted
 from .matching import held_result, judged_match
 from .values import Node
-from .verdict import Unjudged
+from .verdict import Unjudged, Wrong
 
 
 def gather(
@@ -81,6 +82,19 @@ def _gathered(
     table_shape = node.operands[0].shape
     places = places_of_rows(lookup, len(index.shape), len(shape))
     require_whole_columns(context, index, lookup, node)
+    covered_dims = [
+        dim
+        for dim in window_dims(lookup, len(table.shape))
+        if slice_sizes[dim] == table.shape[dim]
+        and whole_slice_sizes[dim] == table_shape[dim]
+    ]
+    require_whole_without_index(
+        context=context,
+        table=table,
+        table_shape=table_shape,
+        lookup=lookup,
+        covered_dims=covered_dims,
+    )
     cuts = _cuts_of_windows(
         context=context,
         table=table,
@@ -98,6 +112,7 @@ def _gathered(
         lookup=lookup,
         sizes=slice_sizes,
         whole_sizes=whole_slice_sizes,
+        covered_dims=covered_dims,
         shift=offsets,
     )
     form = form_in(context, instruction, [table, index], shape)
@@ -210,35 +225,43 @@ def _bounds(
     lookup: LookupDims,
     sizes: tuple[int, ...],
     whole_sizes: tuple[int, ...],
+    covered_dims: Collection[int],
     shift: np.ndarray | None,
 ) -> _Bounds:
     """What each device looks up itself of a table, which has the shape `table_shape` in
     the whole program. `sizes` and `whole_sizes` are those of the windows on one device
-    and in the whole program, and `shift` is what was subtracted from the indices.
+    and in the whole program, which have all of the dimensions `covered_dims`. `shift` is
+    what was subtracted from the indices.
     """
     columns = len(lookup.start)
     first_starts = np.zeros((context.devices, columns), np.int64)
     last_starts = np.zeros((context.devices, columns), np.int64)
     is_cut = False
+    terms: tuple[int, ...] | None = None
     for column, dim in enumerate(lookup.start):
         axis = table.axes[dim]
         size = table_shape[dim]
         offsets = np.zeros(context.devices, np.int64)
         if shift is not None:
             offsets = shift[:, column]
-        is_full = sizes[dim] == table.shape[dim] and whole_sizes[dim] == size
         is_whole = table.shape[dim] == size and (
             axis is None or context.cuts.is_whole(axis.cut, size)
         )
         starts = np.zeros(context.devices, np.int64)
         # A window over all of a dimension has one place, whatever its index.
-        if not is_whole and not is_full:
+        if not is_whole and dim not in covered_dims:
             if axis is None or not is_box(context, axis.cut, size):
                 raise Unjudged("a lookup in a dimension in pieces")
             starts = axis.cut.starts[:, 0]
             is_cut = True
             if sizes[dim] != 1 or whole_sizes[dim] != 1:
                 raise Unjudged("a lookup of windows across parts")
+            # Each element has to be on one device, or on devices that count as one.
+            terms_of_dim = context.cuts.terms(axis.cut, size)
+            try:
+                terms = product_of_terms(context.everywhere, terms, terms_of_dim)
+            except Wrong as error:
+                raise Unjudged("a lookup in parts without some elements") from error
         if (starts != offsets).any():
             if shift is None:
                 raise Unjudged("a lookup, by plain indices, in a dimension that is cut")

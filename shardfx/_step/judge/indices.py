@@ -1,6 +1,7 @@
 """The dimensions and the indices of gathers and scatters."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -130,6 +131,26 @@ def require_whole_columns(
         raise Unjudged("a lookup with columns that are cut")
     if axis is not None and not context.cuts.is_whole(axis.cut, size):
         raise Unjudged("a lookup with columns that are cut")
+
+
+def require_whole_without_index(
+    context: Context,
+    table: Held,
+    table_shape: tuple[int, ...],
+    lookup: LookupDims,
+    covered_dims: Collection[int],
+) -> None:
+    """Raises `Unjudged` if a dimension of the array `table` is cut that has no index:
+    the windows start with its first element, which is not that of each device. Windows
+    have all of the dimensions `covered_dims`. The array has the shape `table_shape` in
+    the whole program.
+    """
+    for dim, (axis, size) in enumerate(zip(table.axes, table_shape, strict=True)):
+        if dim in covered_dims or dim in lookup.start or dim in lookup.batch:
+            continue
+        is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
+        if not is_whole or table.shape[dim] != size:
+            raise Unjudged("windows that start with the first element of each device")
 
 
 def is_box(context: Context, cut: Cut, size: int) -> bool:

@@ -16,7 +16,6 @@ from ..hlo_text import (
     root_of,
 )
 from ..partitioner import Programs
-from . import views
 from .conditionals import branched
 from .cuts import Cut, Cuts
 from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
@@ -33,7 +32,7 @@ from .results import (
     require_shapes,
     required_view,
 )
-from .rules import applied
+from .rules import applied, applied_bitcast
 from .shardings import WrongShard, cuts_of, shardings_in
 from .sources import without_row_of_iota
 from .values import Global
@@ -467,7 +466,7 @@ class Judge:
         try:
             if opcode == "bitcast":
                 source = self.module.computations[computation][instruction.operands[0]]
-                result = views.bitcast(self.context, instruction, held[0], source)
+                result = applied_bitcast(self.context, instruction, held[0], source)
             else:
                 result = applied(self.context, instruction, held)
             require_shapes(instruction, result)

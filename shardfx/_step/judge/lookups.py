@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..hlo_text import Instruction
+from ..hlo_text import Instruction, arrays_in
 from . import positions
 from .forms import attribute, numbers, reducer_of
 from .held import (
@@ -21,7 +21,7 @@ from .held import (
     Held,
     product_of_terms,
 )
-from .joining import is_zero
+from .joining import is_zero, limits_of
 from .positions import Side
 from .verdict import Unjudged
 
@@ -192,9 +192,13 @@ def lookup_step(
             offsets = shift.offsets
         held = positions.chosen_row(operands, offsets)
         return _end_of_lookup(context, operands) if held is None else held
-    if opcode in ("convert", "copy") and isinstance(
-        operands[0].idiom, Clamped | Fetched
-    ):
+    if opcode == "copy" and isinstance(operands[0].idiom, Clamped | Fetched):
+        return operands[0]
+    if opcode == "convert" and isinstance(operands[0].idiom, Clamped):
+        _, highest = limits_of(arrays_in(instruction.result)[0].dtype)
+        # The indices would wrap.
+        if max(operands[0].idiom.high) > highest:
+            raise Unjudged("indices in a type that has not all of them")
         return operands[0]
     if any(operand.idiom is not None for operand in operands):
         raise Unjudged("a lookup that is not finished")
@@ -345,9 +349,9 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
         raise Unjudged("a mask of other indices than those of the lookup")
     for place, axis in enumerate(lookup.axes):
         mask_axis = mask.axes[place]
-        if axis != mask_axis and not (axis is None or mask_axis is None):
-            raise Unjudged("a mask that lies differently than its indices")
-        if axis is not None and mask_axis is None and fetched.shape[place] > 1:
+        if axis == mask_axis:
+            continue
+        if mask_axis is not None or fetched.shape[place] > 1:
             raise Unjudged("a mask that lies differently than its indices")
     if outside.clamp != lookup.clamp:
         raise Unjudged("a mask of indices that are clamped otherwise")

@@ -89,6 +89,20 @@ def _idiom_step(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
+def applied_bitcast(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    source: Instruction,
+) -> Result:
+    """The result of a bitcast; `source` is the instruction of its operand. A step of a
+    lookup may be reshaped alone.
+    """
+    if operand.idiom is None:
+        return views.bitcast(context, instruction, operand, source)
+    return applied(context, views.reshape_of_bitcast(instruction, source), [operand])
+
+
 ) -> "Result | None":
     """The result of an operation that continues an unfinished idiom of an operand;
     `None` if the usual rule of the operation does so. Raises `Unjudged` if the idiom

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..hlo_text import Instruction
+from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import reducer_of
 from .held import Context, Held, cut_of, product_of_terms, require_finished
@@ -18,11 +18,12 @@ from .indices import (
     places_of_rows,
     require_no_idiom,
     require_whole_columns,
+    require_whole_without_index,
     shift_of,
     window_dims,
     without_idiom,
 )
-from .joining import form_in, is_zero, joined_cut
+from .joining import form_in, is_identity, is_zero, joined_cut
 from .matching import held_result, judged_match
 from .values import Node
 from .verdict import Unjudged
@@ -84,6 +85,20 @@ def _scattered(
     place_of_row = places_of_rows(lookup, len(index.shape), len(updates.shape))
     windows = window_dims(lookup, len(table.shape))
     require_whole_columns(context, index, lookup, node)
+    table_shape = node.operands[0].shape
+    update_shape = node.operands[2].shape
+    covered_dims = [
+        dim
+        for place, dim in zip(lookup.offset, windows, strict=True)
+        if update_shape[place] == table_shape[dim]
+    ]
+    require_whole_without_index(
+        context=context,
+        table=table,
+        table_shape=table_shape,
+        lookup=lookup,
+        covered_dims=covered_dims,
+    )
     cuts = _cuts_of_table(
         context=context,
         operands=operands,
@@ -94,6 +109,7 @@ def _scattered(
     )
     terms = _terms_over_indices(
         context=context,
+        instruction=instruction,
         operands=operands,
         node=node,
         lookup=lookup,
@@ -193,6 +209,7 @@ def _cuts_of_table(
 
 def _terms_over_indices(
     context: Context,
+    instruction: Instruction,
     operands: Sequence[Held],
     node: Node,
     lookup: LookupDims,
@@ -211,11 +228,33 @@ def _terms_over_indices(
         axes = [index.axes[row], updates.axes[place]]
         cut = joined_cut(context, "scatter, along its indices,", place, axes)
         if cut is not None:
+            if cut.has_holes:
+                _require_no_effect_of_padding(context, instruction, updates, place, cut)
             part = context.cuts.terms(cut, update_shape[place])
             terms = product_of_terms(context.everywhere, terms, part)
         elif updates.shape[place] != update_shape[place]:
             raise Unjudged("a scatter of broadcasts")
     return terms
+
+
+def _require_no_effect_of_padding(
+    context: Context,
+    instruction: Instruction,
+    updates: Held,
+    place: int,
+    cut: Cut,
+) -> None:
+    """Raises `Unjudged` for a scatter of padding, whose indices may be any, unless the
+    updates there leave each element as it is. `cut` is that of dimension `place` of the
+    updates, and has holes where there is padding.
+    """
+    reducer = reducer_of(context.module, instruction)
+    dtype = arrays_in(instruction.result)[0].dtype
+    is_padding_of_updates = cut_of(updates.axes[place]) is cut
+    if not is_padding_of_updates or not is_identity(
+        updates.fill_number, reducer, dtype
+    ):
+        raise Unjudged("a scatter of padding")
 
 
 def _require_own_rows(

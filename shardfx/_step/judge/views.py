@@ -80,15 +80,11 @@ def bitcast(
     """
     array = arrays_in(instruction.result)[0]
     shape = array.shape
-    if arrays_in(source.result)[0].dtype != array.dtype:
-        raise Unjudged("a bitcast to another type")
+    _require_type_of(source, instruction)
+    if _is_in_order(source) and _is_in_order(instruction):
+        return reshape(context, instruction, operand)
     source_order = _memory_order(source)
     result_order = _memory_order(instruction)
-    if (
-        tuple(sorted(source_order)) == source_order
-        and tuple(sorted(result_order)) == result_order
-    ):
-        return reshape(context, instruction, operand)
     linear_shape = tuple(shape[dim] for dim in result_order)
     sizes = ",".join(map(str, linear_shape))
     linear_reshape = instruction._replace(
@@ -96,6 +92,33 @@ def bitcast(
     )
     held = reshape(context, linear_reshape, permuted(operand, source_order))
     return permuted(held, [result_order.index(dim) for dim in range(len(shape))])
+
+
+def reshape_of_bitcast(instruction: Instruction, source: Instruction) -> Instruction:
+    """The reshape that a bitcast is; `source` is the instruction of its operand. Raises
+    `Unjudged` if it is none, since it transposes its operand too.
+    """
+    _require_type_of(source, instruction)
+    if not _is_in_order(source) or not _is_in_order(instruction):
+        raise Unjudged("a bitcast that transposes a step of a lookup")
+    return instruction._replace(opcode="reshape")
+
+
+def _require_type_of(source: Instruction, instruction: Instruction) -> None:
+    """Raises `Unjudged` if a bitcast makes numbers of another type of those of its
+    operand, whose instruction is `source`.
+    """
+    dtype = arrays_in(source.result)[0].dtype
+    if dtype != arrays_in(instruction.result)[0].dtype:
+        raise Unjudged("a bitcast to another type")
+
+
+def _is_in_order(instruction: Instruction) -> bool:
+    """Whether the last dimension of an array is the minor one, and the first the major
+    one.
+    """
+    order = _memory_order(instruction)
+    return tuple(sorted(order)) == order
 
 
 def _memory_order(instruction: Instruction) -> tuple[int, ...]:
