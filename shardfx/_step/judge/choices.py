@@ -80,6 +80,7 @@ def reduce_several(
                 instruction=instruction,
                 form=form,
                 place=result_number,
+                node=node,
                 cuts=cuts,
                 shape=array.shape,
             )
@@ -236,16 +237,26 @@ def result_at(
     instruction: Instruction,
     form: Form,
     place: int,
+    node: Node,
     cuts: Sequence[Cut | None],
     shape: tuple[int, ...],
 ) -> Held:
     """The result number `place` of an operation with several results, which has the
     shape `shape` on one device and these cuts. `form` is the form of the operation
-    without the number. Raises `Unjudged` if the whole program has no such operation.
+    without the number, and `node` the value of its first result. Raises `Unjudged` if
+    the whole program has no such operation.
     """
     dims = tuple(range(len(shape)))
-    form_of_result = Form((*form.key, place), dims, dims)
-    value_numbers = candidates(context, form_of_result, instruction)
+    key = (*form.key, place)
+    if len(shape) > len(form.dims):
+        # The whole program has such a result by its shape.
+        key = (*key, shape)
+    form_of_result = Form(key, dims, dims)
+    value_numbers = [
+        number
+        for number in candidates(context, form_of_result, instruction)
+        if context.values.nodes[number].unkeyed_sizes == node.unkeyed_sizes
+    ]
     if not value_numbers:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")
     return held_result(

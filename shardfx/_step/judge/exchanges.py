@@ -119,6 +119,9 @@ def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
     """The device from which each device receives its array in a permute, by device; -1
     for none.
     """
+    if "channel_id=" not in instruction.structure:
+        # Its pairs are numbers of replicas, of which a program has one.
+        raise Unjudged("a permute between replicas")
     sources = np.full(context.devices, -1)
     # Pairs of one device are left out of the groups.
     text = instruction.structure.partition("source_target_pairs={")[2]

@@ -227,7 +227,7 @@ def form_of(
 
 def _called_by(instruction: Instruction, module: HloModule) -> tuple[str, ...]:
     """What identifies the functions that an operation calls, and its options; the
-    replica groups of a collective too.
+    replica groups of a collective, and the type in which a convolution sums, too.
     """
     opcode = instruction.opcode
     if opcode in _CALLING:
@@ -249,11 +249,13 @@ def _called_by(instruction: Instruction, module: HloModule) -> tuple[str, ...]:
             for name in ("select", "scatter")
         )
     if opcode == "custom-call":
-        return _options_of(instruction)
+        return options_of(instruction)
+    if opcode == "convolution":
+        return (arrays_in(instruction.result)[0].dtype,)
     return ()
 
 
-def _options_of(instruction: Instruction) -> tuple[str, ...]:
+def options_of(instruction: Instruction) -> tuple[str, ...]:
     """The options of a custom call, such as which triangle it reads, in any order."""
     text = instruction.attributes.partition(", backend_config=")[2]
     options = text.partition(", metadata={")[0]

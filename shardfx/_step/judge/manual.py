@@ -15,7 +15,7 @@ import hashlib
 import re
 
 from ..hlo_text import HloModule, Instruction, arrays_in, root_of
-from .forms import text_of
+from .forms import options_of, text_of
 
 
 _TARGET = re.compile(r'custom_call_target="SPMD(FullToShard|ShardToFull)Shape"')
@@ -90,13 +90,16 @@ def _digests(module: HloModule, name: str) -> dict[str, str]:
         operand_digests = [digests[operand] for operand in instruction.operands]
         types = [(array.dtype, array.shape) for array in arrays_in(instruction.result)]
         attributes = _CALLED.sub("", _IGNORED.sub("", text_of(instruction)))
+        options: tuple[str, ...] = ()
         if instruction.opcode == "custom-call":
             attributes = _METADATA.sub("", attributes)
+            options = options_of(instruction)
         inside = "" if instruction.operands else instruction.inside.strip()
         expression = (
             instruction.opcode,
             types,
             attributes,
+            options,
             inside,
             operand_digests,
             called_digests,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from ..hlo_text import Instruction, arrays_in
 from .choices import result_at
 from .cuts import Cut
-from .forms import numbers
-from .held import Context, Held, require_finished
+from .forms import attribute, numbers
+from .held import Context, Held, cut_of, require_finished
 from .joining import form_in, joined_cut
-from .matching import held_result, matched_operands
+from .matching import held_result, judged_match, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -49,7 +49,7 @@ def whole_operation(
         held_results = []
         for result_number, array in enumerate(result_arrays):
             result_cuts: list[Cut | None] = cuts
-            if len(cuts) != len(array.shape):
+            if array.shape != shape:
                 result_cuts = [context.cuts.whole(size) for size in array.shape]
             held_results.append(
                 result_at(
@@ -57,6 +57,7 @@ def whole_operation(
                     instruction=instruction,
                     form=form,
                     place=result_number,
+                    node=node,
                     cuts=result_cuts,
                     shape=array.shape,
                 )
@@ -81,7 +82,7 @@ def _whole_cuts(
         independent_dims = set(range(len(shape))) - set(
             numbers(instruction, "dimensions")
         )
-    if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
+    if attribute(instruction, "custom_call_target") == '"TopK"':
         independent_dims = set(range(len(shape) - 1))
     cuts: list[Cut | None] = []
     for dim, size in enumerate(shape):
@@ -95,8 +96,16 @@ def _whole_cuts(
             cuts.append(context.cuts.whole(size))
         else:
             return None
-    if not independent_dims and shape != node.shape:
+    if independent_dims:
+        return cuts
+    assert node.instruction is not None
+    if arrays_in(instruction.result) != arrays_in(node.instruction.result):
         return None
+    # Dimensions that operands have, and the first result has not.
+    rank = max((len(operand.shape) for operand in operands), default=0)
+    for dim in range(len(shape), rank):
+        if not _are_whole(context, operands, node, dim):
+            return None
     return cuts
 
 
