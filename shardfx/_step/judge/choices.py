@@ -192,8 +192,8 @@ def _chosen_again(
     context: Context,
     instruction: Instruction,
     arrays: Sequence[Held],
-) -> tuple[Held, ...]:
     starts: Sequence[Held],
+) -> tuple[Held, ...]:
     """The choice from the choices of a group, which finishes a reduction of several
     arrays. Raises `Unjudged` if `arrays` are not the gathered results of one reduction,
     by the same function, or if it starts with other numbers, which are `starts`.
@@ -202,15 +202,15 @@ def _chosen_again(
     choices = arrays[0].idiom
     if not isinstance(choices, Choices) or choices.along != along:
         raise Unjudged("a choice from choices of another kind")
-    first_node = context.values.nodes[arrays[0].root]
     if choices.reducer != _reducer_text(context.module, instruction):
         raise Unjudged("a choice from choices of another kind")
     if any(array.idiom != choices for array in arrays):
         raise Unjudged("a choice from choices in different orders")
-    held_results = []
+    first_node = context.values.nodes[arrays[0].root]
     whole_starts = first_node.operands[len(arrays) :]
     if [view_of(start) for start in starts] != [start.view for start in whole_starts]:
         raise Unjudged("a choice that starts with other numbers")
+    held_results = []
     for result_number, array in enumerate(arrays):
         node = context.values.nodes[array.root]
         if (

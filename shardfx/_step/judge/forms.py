@@ -201,8 +201,13 @@ def form_of(
     if opcode == "transpose":
         order = numbers(instruction, "dimensions")
         return View(views[0].root, tuple(views[0].dims[dim] for dim in order))
+    if opcode == "bitcast-convert" and len(views[0].dims) != len(shape):
+        # Numbers of another width: the last dimension is that of their parts.
+        dims = tuple(range(len(shape)))
+        dtype = arrays_in(instruction.result)[0].dtype
+        return Form((opcode, dtype, views[0]), dims, dims)
     if opcode in ELEMENTWISE:
-        return _elementwise(instruction, views, len(shape))
+        return _elementwise(instruction, views, len(shape), module)
     if opcode == "dot":
         return _dot(instruction, views)
     if opcode == "iota":
@@ -278,7 +283,12 @@ def broadcast_view(view: View, dimensions: Sequence[int], rank: int) -> View:
     return View(view.root, tuple(dims))
 
 
-def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> Form:
+def _elementwise(
+    instruction: Instruction,
+    views: Sequence[View],
+    rank: int,
+    module: HloModule,
+) -> Form:
     """The form of an elementwise operation. Dimensions along which no operand changes
     are none of the value's: the program of one device may broadcast before or after the
     operation.
@@ -288,10 +298,12 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     for view, dims in zip(views, pattern.rows, strict=True):
         operands.append(view if view.dims == dims else View(view.root, dims))
     opcode = instruction.opcode
-    dtype = ""
+    function = ""
     if opcode in ("convert", "bitcast-convert"):
-        dtype = arrays_in(instruction.result)[0].dtype
-    key = elementwise_key([opcode, meaning_of(instruction), dtype, *operands])
+        function = arrays_in(instruction.result)[0].dtype
+    if opcode == "map":
+        function = computation_text(module, dict(instruction.called)["to_apply"])
+    key = elementwise_key([opcode, meaning_of(instruction), function, *operands])
     return Form(key, pattern.dims, pattern.kept)
 
 
@@ -408,7 +420,8 @@ def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
     ]
     are_followed += [first.dims[dim] is not None for dim in dims.free[0]]
     are_followed += [second.dims[dim] is not None for dim in dims.free[1]]
-    key = ("dot", meaning_of(instruction), first, second)
+    dtype = arrays_in(instruction.result)[0].dtype
+    key = ("dot", dtype, meaning_of(instruction), first, second)
     return Form(key, _places_of(are_followed), tuple(range(len(are_followed))))
 
 

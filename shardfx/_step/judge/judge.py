@@ -25,6 +25,7 @@ from .matching import expressed, is_matched
 from .origins import origin_of
 from .record import OperationName, Record
 from .results import (
+    dtypes_of,
     each_result,
     held_of,
     leaves_in,
@@ -48,7 +49,7 @@ from .whole_program import WholeProgram, read_whole
 
 # Errors of a rule that meets a form of an operation for which it was not written.
 _UNREAD = (AssertionError, KeyError, IndexError, TypeError, ValueError)
-_CALLS = ("call", "fusion", "map", "while", "conditional")
+_CALLS = ("call", "fusion", "while", "conditional")
 # The bytes of their results are no work of the program.
 _FREE = frozenset("parameter constant tuple get-tuple-element partition-id".split())
 
@@ -289,7 +290,12 @@ class Judge:
             )
             self.record.unknown((self.module.entry, root.name), root, reason)
             return False
-        shardings = shardings_in(self.whole_program.root.attributes)
+        whole_root = self.whole_program.root
+        if dtypes_of(root) != dtypes_of(whole_root):
+            reason = "the program returns arrays of other types than the step"
+            self.record.unknown((self.module.entry, root.name), root, reason)
+            return False
+        shardings = shardings_in(whole_root.attributes)
         if len(shardings) != len(arrays):
             shardings = [""] * len(arrays)
         if not self.is_foreign:
@@ -533,6 +539,8 @@ class Judge:
                 return results
             if instruction.opcode == "conditional":
                 return self.conditional(key, instruction, operands)
+        except Wrong as error:
+            return each_result(instruction, self.record.fault(key, instruction, error))
         except Unjudged as error:
             return each_result(
                 instruction, self.record.unknown(key, instruction, str(error))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
@@ -40,17 +39,10 @@ from .matching import (
     matches_by_name,
     node_for,
 )
-from .values import ROUNDING
+from .values import FLOAT_TYPES, ROUNDING
 from .verdict import Unjudged, Wrong
 
 
-# Types to which known numbers are rounded, by HLO's names.
-_FLOAT_TYPES: Mapping[str, Any] = {
-    "f64": np.float64,
-    "f32": np.float32,
-    "f16": np.float16,
-    "bf16": jnp.dtype("bfloat16"),
-}
 # Of sums and their parts: `f(a) + f(b) = f(a + b)`.
 _LINEAR = frozenset(
     "add subtract negate convert copy real imag reduce-precision".split()
@@ -74,6 +66,8 @@ _NUMBERS: Mapping[str, Callable[..., Any]] = {
     "shift-right-arithmetic": np.right_shift,
     "clamp": lambda low, number, high: np.minimum(np.maximum(number, low), high),
 }
+# The beginnings of the names of types of floating-point and complex numbers.
+_FLOATING = ("f", "bf", "c")
 _COMPARED = {
     "EQ": np.equal,
     "NE": np.not_equal,
@@ -109,6 +103,8 @@ def elementwise(
             shape=shape,
             table=table,
         )
+    if instruction.opcode == "convert":
+        _require_exact_parts(context, operands[0])
     # An operation of the whole program comes first: it may be a select or a sum, too.
     held = _matched(context, instruction, operands, shape)
     if held is None and instruction.opcode == "multiply":
@@ -135,12 +131,25 @@ def elementwise(
     return held
 
 
+def _require_exact_parts(context: Context, operand: Held) -> None:
+    """Raises `Unjudged` for a conversion of an unfinished sum or product of integers,
+    which wraps: the parts of it, as floats, do not.
+    """
+    if operand.is_finished or operand.reducer in ("maximum", "minimum"):
+        return
+    maker = context.values.nodes[operand.root].instruction
+    if maker is None or not arrays_in(maker.result)[0].dtype.startswith(_FLOATING):
+        raise Unjudged("a conversion of an unfinished reduction of integers")
+
+
 def broadcast_scalar(operand: Held, shape: tuple[int, ...]) -> Held:
     """A scalar operand, such as a predicate, as an array with the same number at each
     position, so nothing changes along its axes. An operand of that shape stays.
     """
     if operand.shape == shape:
         return operand
+    if operand.shape:
+        raise Unjudged("an elementwise operation of arrays of different shapes")
     table = operand.known_numbers
     if table is not None:
         table = table.reshape(table.shape[:1] + (1,) * len(shape))
@@ -305,7 +314,7 @@ def _sums(opcode: str, dtype: str, operands: Sequence[Held]) -> _Sums:
         return _Sums()
     first = unfinished[0]
     sums_of_part = _Sums(first.terms, first.reducer, first.scale)
-    is_float = dtype.startswith(("f", "bf", "c"))
+    is_float = dtype.startswith(_FLOATING)
     if opcode == "convert" and not is_float:
         # Parts that are rounded to integers are no parts of a rounded sum.
         raise Unjudged("a conversion of an unfinished reduction to integers")
@@ -382,15 +391,22 @@ def _fill_of_result(
             numbers.append(operand.fill_number)
         else:
             return None
-    if instruction.opcode in ("convert", "copy"):
+    opcode = instruction.opcode
+    dtype = arrays_in(instruction.result)[0].dtype
+    if opcode == "copy":
         return numbers[0]
-    compute = _NUMBERS.get(instruction.opcode)
-    if compute is None or instruction.opcode in ("select", "not"):
-        return None
-    try:
-        return float(compute(*numbers))
-    except TypeError:
-        return None
+    if opcode == "convert":
+        computed = _converted(np.asarray(numbers[0]), dtype)
+    else:
+        compute = _NUMBERS.get(opcode)
+        if compute is None or opcode in ("select", "not", "shift-right-logical"):
+            return None
+        try:
+            computed = np.asarray(compute(*numbers))
+        except TypeError:
+            return None
+    computed = _as_computed(computed, dtype)
+    return None if computed is None else computed.item()
 
 
 def _known_result(
@@ -446,7 +462,7 @@ def _as_computed(computed: np.ndarray | None, dtype: str) -> np.ndarray | None:
     if computed is None or computed.dtype.kind == "b":
         return computed
     if computed.dtype.kind == "f":
-        float_type = _FLOAT_TYPES.get(dtype)
+        float_type = FLOAT_TYPES.get(dtype)
         return None if float_type is None else _rounded(computed, float_type)
     lowest, highest = limits_of(dtype)
     lowest = max(lowest, 1 - 2**31)

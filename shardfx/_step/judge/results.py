@@ -17,6 +17,11 @@ Failed: TypeAlias = Faulty | Unknown
 Leaf: TypeAlias = Held | Failed
 
 
+def dtypes_of(instruction: Instruction) -> list[str]:
+    """The types of the numbers in the arrays that an instruction returns."""
+    return [array.dtype for array in arrays_in(instruction.result)]
+
+
 def require_shapes(instruction: Instruction, result: Result) -> None:
     """Raises `Unjudged` if a rule returned other arrays than the instruction has, by
     their number, shape or axes. The result of every rule is checked here.

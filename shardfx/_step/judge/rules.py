@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from ..._ground.opcodes import ELEMENTWISE
 from ..collectives import KINDS
-from ..hlo_text import Instruction, parts_of
+from ..hlo_text import Instruction, arrays_in, parts_of
 from . import (
     choices,
     concatenations,
@@ -64,6 +64,10 @@ def applied(
         held = own_collective(context, instruction, operands)
         if held is not None:
             return held
+    if opcode == "bitcast-convert":
+        shape = arrays_in(instruction.result)[0].shape
+        if len(operands[0].shape) != len(shape):
+            return whole_operations.of_other_width(context, instruction, operands)
     if opcode in ELEMENTWISE:
         return elementwise(context, instruction, operands)
     rule = _RULES.get(opcode)
@@ -85,10 +89,6 @@ def applied(
     return whole_operations.whole_operation(context, instruction, operands)
 
 
-def _idiom_step(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
 def applied_bitcast(
     context: Context,
     instruction: Instruction,
@@ -103,6 +103,10 @@ def applied_bitcast(
     return applied(context, views.reshape_of_bitcast(instruction, source), [operand])
 
 
+def _idiom_step(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> "Result | None":
     """The result of an operation that continues an unfinished idiom of an operand;
     `None` if the usual rule of the operation does so. Raises `Unjudged` if the idiom

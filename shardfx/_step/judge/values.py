@@ -13,6 +13,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
+
 from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
     HloModule,
@@ -72,6 +75,13 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
     "negate": operator.neg,
     "convert": float,
     "sqrt": math.sqrt,
+}
+# Types to which known numbers are rounded, by HLO's names.
+FLOAT_TYPES: Mapping[str, Any] = {
+    "f64": np.float64,
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": jnp.dtype("bfloat16"),
 }
 # The relative errors of numbers that are rounded and printed, for floating-point dtypes.
 ROUNDING = {"f64": 2**-45, "f32": 2**-20, "bf16": 2**-7, "f16": 2**-9}
@@ -214,7 +224,17 @@ class Values:
             self._scalars[number] = scalar
         numbers_of_key.append(number)
         self._name(node, number, op_name)
+        if node.instruction is None:
+            self._note_parts(node, number)
         return number
+
+    def _note_parts(self, node: Node, number: int) -> None:
+        """Notes which part each device has of a value of the partitioned program alone:
+        that of a value of which it is made.
+        """
+        for view in node.key:
+            if isinstance(view, View) and view.root in self.parts_by_value:
+                self.parts_by_value[number] = self.parts_by_value[view.root]
 
     def _likeness_of(self, node: Node) -> int:
         """A number for the operation of a node with its sizes: equal for the nodes of
@@ -366,6 +386,9 @@ class Values:
         if view.dims != dims:
             return twins
         for source in self.sources_of(view.root)[1:]:
+            # Without a longer dimension, the twin would be of one row of the source.
+            if any(size != 1 for size in self.nodes[source].shape[len(dims) :]):
+                continue
             twin_key = list(node.key)
             twin_key[array_place] = View(source, dims)
             for twin in self.with_key(elementwise_key(twin_key)):
@@ -386,9 +409,6 @@ def scalar_constant(node: Node) -> float | None:
     if node.opcode != "constant" or node.shape or node.instruction is None:
         return None
     text = node.instruction.inside.strip()
-            # Without a longer dimension, the twin would be of one row of the source.
-            if any(size != 1 for size in self.nodes[source].shape[len(dims) :]):
-                continue
     try:
         return float({"true": "1", "false": "0"}.get(text, text))
     except ValueError:
@@ -403,16 +423,36 @@ def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
         return scalar_constant(node)
     compute = _FOLDED.get(node.opcode)
     # Values of the partitioned program alone have no operands.
-    if compute is None or not node.operands:
+    if compute is None or not node.operands or node.instruction is None:
         return None
     operand_scalars = [scalars.get(operand.view.root) for operand in node.operands]
     constants = [number for number in operand_scalars if number is not None]
     if len(constants) != len(operand_scalars):
         return None
+    dtype = arrays_in(node.instruction.result)[0].dtype
+    if node.opcode == "divide" and dtype not in FLOAT_TYPES:
+        # A quotient of integers is rounded to zero.
+        return None
     try:
-        return float(compute(*constants))
+        return _of_dtype(compute(*constants), dtype)
     except (ArithmeticError, ValueError):
         return None
+
+
+def _of_dtype(number: float, dtype: str) -> float | None:
+    """A number as the type `dtype` has it: floats are rounded, and integers are without
+    their fraction. `None` for an integer that wraps, and for other types.
+    """
+    float_type = FLOAT_TYPES.get(dtype)
+    if float_type is not None:
+        with np.errstate(over="ignore"):
+            return float(np.asarray(number).astype(float_type))
+    if not dtype.startswith(("s", "u")):
+        return None
+    integer = math.trunc(number)
+    lowest = -(2 ** (int(dtype[1:]) - 1)) if dtype.startswith("s") else 0
+    highest = 2 ** (int(dtype[1:]) - 1) - 1
+    return float(integer) if lowest <= integer <= highest else None
 
 
 def unordered(view: View) -> View:

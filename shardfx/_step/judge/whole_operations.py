@@ -126,3 +126,39 @@ def _are_whole(
         if axis is not None and not context.cuts.is_whole(axis.cut, size):
             return False
     return True
+
+
+def of_other_width(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+) -> Held:
+    """The result of a `bitcast-convert` that takes the parts of the bits of each number
+    for numbers, or the other way round: as of one `f32` and four `u8`. The parts are
+    the last dimension, of which each device needs all.
+    """
+    (operand,) = operands
+    require_finished(operand, instruction.opcode)
+    shape = arrays_in(instruction.result)[0].shape
+
+    def of_match(expressed_operands: Sequence[Held], value_number: int) -> Held:
+        (expressed_operand,) = expressed_operands
+        node = context.values.nodes[value_number]
+        number_dims = min(len(shape), len(operand.shape))
+        if number_dims < len(operand.shape):
+            if not _are_whole(context, expressed_operands, node, number_dims):
+                raise Unjudged("numbers of which a device has some bits")
+        cuts = [cut_of(axis) for axis in expressed_operand.axes[:number_dims]]
+        if number_dims < len(shape):
+            cuts.append(context.cuts.whole(shape[-1]))
+        form = form_in(context, instruction, expressed_operands, shape)
+        return held_result(
+            context=context,
+            form=form,
+            instruction=instruction,
+            shape=shape,
+            cuts=cuts,
+            value_number=value_number,
+        )
+
+    return judged_match(context, instruction, operands, of_match)

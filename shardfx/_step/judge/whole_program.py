@@ -187,7 +187,7 @@ class _Reader:
             return tuple_operand[element_number]
         if opcode in ("opt-barrier", "optimization-barrier"):
             return operands[0] if len(operands) == 1 else tuple(operands)
-        if opcode in ("call", "fusion", "map"):
+        if opcode in ("call", "fusion"):
             called_names = dict(instruction.called)
             body_name = called_names.get("calls") or called_names["to_apply"]
             manual_results = self.manual_call(instruction, operands, body_name)
