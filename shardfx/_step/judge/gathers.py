@@ -82,19 +82,7 @@ def _gathered(
     table_shape = node.operands[0].shape
     places = places_of_rows(lookup, len(index.shape), len(shape))
     require_whole_columns(context, index, lookup, node)
-    covered_dims = [
-        dim
-        for dim in window_dims(lookup, len(table.shape))
-        if slice_sizes[dim] == table.shape[dim]
-        and whole_slice_sizes[dim] == table_shape[dim]
-    ]
-    require_whole_without_index(
-        context=context,
-        table=table,
-        table_shape=table_shape,
-        lookup=lookup,
-        covered_dims=covered_dims,
-    )
+    covered_dims = _covered_dims(context, instruction, table, node)
     cuts = _cuts_of_windows(
         context=context,
         table=table,
@@ -144,6 +132,36 @@ def _gathered(
         clamp=clamp,
     )
     return dataclasses.replace(held, idiom=fetched)
+
+
+def _covered_dims(
+    context: Context,
+    instruction: Instruction,
+    table: Held,
+    node: Node,
+) -> list[int]:
+    """The dimensions of a table of which each window of a gather, the value `node`, has
+    all. Raises `Unjudged` for others that have no index, and are cut.
+    """
+    assert node.instruction is not None
+    lookup = lookup_of(instruction)
+    slice_sizes = numbers(instruction, "slice_sizes")
+    whole_slice_sizes = numbers(node.instruction, "slice_sizes")
+    table_shape = node.operands[0].shape
+    covered_dims = [
+        dim
+        for dim in window_dims(lookup, len(table.shape))
+        if slice_sizes[dim] == table.shape[dim]
+        and whole_slice_sizes[dim] == table_shape[dim]
+    ]
+    require_whole_without_index(
+        context=context,
+        table=table,
+        table_shape=table_shape,
+        lookup=lookup,
+        covered_dims=covered_dims,
+    )
+    return covered_dims
 
 
 def _cuts_of_windows(

@@ -85,20 +85,7 @@ def _scattered(
     place_of_row = places_of_rows(lookup, len(index.shape), len(updates.shape))
     windows = window_dims(lookup, len(table.shape))
     require_whole_columns(context, index, lookup, node)
-    table_shape = node.operands[0].shape
-    update_shape = node.operands[2].shape
-    covered_dims = [
-        dim
-        for place, dim in zip(lookup.offset, windows, strict=True)
-        if update_shape[place] == table_shape[dim]
-    ]
-    require_whole_without_index(
-        context=context,
-        table=table,
-        table_shape=table_shape,
-        lookup=lookup,
-        covered_dims=covered_dims,
-    )
+    _require_whole_beside_indices(context, table, lookup, node)
     cuts = _cuts_of_table(
         context=context,
         operands=operands,
@@ -139,6 +126,32 @@ def _scattered(
     if terms is None or reducer not in _IDEMPOTENT:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
+
+
+def _require_whole_beside_indices(
+    context: Context,
+    table: Held,
+    lookup: LookupDims,
+    node: Node,
+) -> None:
+    """Raises `Unjudged` if a dimension of the array is cut that has no index, and of
+    which the updates of the scatter `node` have a part.
+    """
+    table_shape = node.operands[0].shape
+    update_shape = node.operands[2].shape
+    windows = window_dims(lookup, len(table.shape))
+    covered_dims = [
+        dim
+        for place, dim in zip(lookup.offset, windows, strict=True)
+        if update_shape[place] == table_shape[dim]
+    ]
+    require_whole_without_index(
+        context=context,
+        table=table,
+        table_shape=table_shape,
+        lookup=lookup,
+        covered_dims=covered_dims,
+    )
 
 
 def _require_same_sums(table: Held, updates: Held, reducer: str) -> None:
