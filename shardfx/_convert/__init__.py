@@ -50,7 +50,7 @@ from .routes import (
     target_leaves,
 )
 from .shape_operations import cast, leaf_made
-from .tree_map import TreeMap, bound, with_sizes, without_rest
+from .tree_map import TreeMap, bound, check_map, with_sizes, without_rest
 from .values import (
     Read,
     StridedBox,

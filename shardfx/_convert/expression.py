@@ -3,7 +3,7 @@ the rules that use them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._ground.errors import MapError
@@ -106,7 +106,7 @@ class From:
           With 2, query, key and value become `[q0 k0 v0 q1 k1 v1]`: sharded over 2
           devices, each device has its own chunks of all three.
         """
-        return _operation("concat", tuple(parts), (dim, shards))
+        return _operation("concat", _several("concat", parts), (dim, shards))
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
@@ -115,7 +115,7 @@ class From:
 
         `stack` is shorter for leaves whose paths differ only in a number.
         """
-        return _operation("stacked", tuple(parts), (dim,))
+        return _operation("stacked", _several("stacked", parts), (dim,))
 
     @property
     def T(self) -> "From":  # noqa: N802
@@ -225,7 +225,7 @@ class From:
         - `by`: a leaf with one scale per block, or its path.
         - `block`: the size of a block along each dimension, such as `(128, 128)`.
         """
-        scales = From(by) if isinstance(by, str) else by
+        scales = by if isinstance(by, From) else From(by)
         if self.op != "leaf" or scales.op != "leaf":
             raise MapError(
                 f"{self} cannot be scaled by {scales}: scale leaves as they are stored,"
@@ -261,6 +261,16 @@ def _key_of(expression: From) -> tuple[object, ...]:
     if expression.op in OPERATIONS_WITH_NUMBER:
         args = repr(args)
     return expression.op, args, expression.of
+
+
+def _several(op: str, parts: object) -> tuple[Any, ...]:
+    """The operands of `concat` or `stacked` as a tuple."""
+    if not isinstance(parts, Iterable) or isinstance(parts, str):
+        raise MapError(
+            f"`From.{op}` takes several expressions, not {parts!r:.80}; write"
+            f' `From.{op}([From("q"), From("k")])`.'
+        )
+    return tuple(parts)
 
 
 def _operation(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:

@@ -257,6 +257,15 @@ class TreeMap:
     _repr_html_ = html_text
 
 
+def check_map(value: object) -> None:
+    """Raises `MapError` unless the argument `map` of a function is a TreeMap or `None`."""
+    if value is not None and not isinstance(value, TreeMap):
+        raise MapError(
+            f"`map` is a TreeMap, not {type(value).__name__}; write"
+            ' `map=TreeMap({"w": "model.w"})`.'
+        )
+
+
 def _patterns(texts: str | Iterable[str]) -> tuple[str, ...]:
     """One path pattern or several as a tuple. Raises `MapError` for anything else."""
     if not isinstance(texts, Iterable):

@@ -1,7 +1,8 @@
 """Every error class that the package defines, and the checks of an argument's type."""
 
+import math
 import operator
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
 
 class MeshError(ValueError):
@@ -170,6 +171,43 @@ def whole_number(value: object) -> int | None:
     except TypeError:
         # Every array has the method, and those of other dtypes and sizes refuse.
         return None
+
+
+_MOST_BYTES = 2**63 - 1
+
+
+def number_of_bytes(value: object) -> int | None:
+    """A number of Python, NumPy or JAX as an int, which JSON can hold: a fraction of a
+    byte counts as one byte, and infinity as more than an array has. `None` for what is
+    no number.
+    """
+    whole = whole_number(value)
+    if whole is not None:
+        return whole
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except TypeError:
+        # Every array has the method, and those of several elements refuse.
+        return None
+    if math.isnan(number):
+        return None
+    return math.ceil(max(min(number, _MOST_BYTES), -1))
+
+
+def bytes_or_none(what: str, value: object) -> int | None:
+    """The argument named `what`, a number of bytes or `None`, as an int. Raises
+    `LeafTypeError` for a value of another type.
+    """
+    if value is None:
+        return None
+    number = number_of_bytes(value)
+    if number is None:
+        raise LeafTypeError(
+            f"`{what}` is a number of bytes, not {value!r:.80}; write `2**30` for 1 GiB."
+        )
+    return number
 
 
 def of_argument(error: Exception) -> Exception:

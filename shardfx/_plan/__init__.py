@@ -32,6 +32,7 @@ from .leaf import (
     Row,
     canonical_dtype,
     kinds_matcher,
+    kinds_pairs,
     named_sharding,
 )
 from .matching import aligned, branch_of, require_range, rows_of

@@ -1,6 +1,7 @@
 """`field`: declares the logical names of the arrays in a field of an Equinox module."""
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -62,6 +63,11 @@ def field(
     if others:
         raise SpecError(
             f"`field` takes the names by their argument: `field(names={others!r})`."
+        )
+    if not isinstance(stacked, Iterable):
+        raise SpecError(
+            f"`field(stacked={stacked!r:.40})`: give a tuple of names, such as"
+            ' `stacked=("layers",)`, or leave it out.'
         )
     for what, value in (("names", names), ("stacked", stacked)):
         if isinstance(value, str):

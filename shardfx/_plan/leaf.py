@@ -122,15 +122,7 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
     """Returns path rules from pairs of a regex and a memory kind of XLA. A target is a
     tuple with the memory kind.
     """
-    form = '`memory_kinds` takes pairs, `[("opt/.*mu", "pinned_host")]`'
-    if isinstance(memory_kinds, str):
-        raise RuleError(f"{form}; for all arrays write `[('.*', {memory_kinds!r})]`.")
-    if isinstance(memory_kinds, Mapping):
-        raise RuleError(f"{form}, and not a mapping: pass `memory_kinds.items()`.")
-    pairs = tuple(memory_kinds or ())
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleError(f"{form}, and not {pair!r}.")
+    pairs = kinds_pairs(memory_kinds)
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
             raise RuleError(
@@ -138,6 +130,26 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
                 f" {', '.join(MEMORY_KINDS)}."
             )
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
+
+
+def kinds_pairs(
+    memory_kinds: Iterable[tuple[str, str]] | None,
+) -> tuple[tuple[str, str], ...]:
+    """The pairs of the argument `memory_kinds`. Raises `RuleError` for what are none."""
+    form = '`memory_kinds` takes pairs, `[("opt/.*mu", "pinned_host")]`'
+    if isinstance(memory_kinds, str):
+        raise RuleError(f"{form}; for all arrays write `[('.*', {memory_kinds!r})]`.")
+    if isinstance(memory_kinds, Mapping):
+        raise RuleError(f"{form}, and not a mapping: pass `memory_kinds.items()`.")
+    if memory_kinds is None:
+        return ()
+    if not isinstance(memory_kinds, Iterable):
+        raise RuleError(f"{form}, and not {memory_kinds!r:.80}.")
+    pairs = tuple(memory_kinds)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleError(f"{form}, and not {pair!r:.80}.")
+    return pairs
 
 
 def memory_kind_at(kinds: Matcher, rule_index: int | None) -> str | None:

@@ -147,6 +147,11 @@ def renamed(
     column = list(flat.names)
     if names is not None:
         column = list(names_of_leaves(names, tree, flat, None))
+    if not isinstance(changes, Mapping):
+        raise RuleError(
+            f"`renamed` takes a dict from paths to names, not {changes!r:.80}; write"
+            ' `renamed(tree, {"wo": ("mlp", "embed")})`.'
+        )
     for where, new_names in changes.items():
         if not _is_names(new_names):
             raise RuleError(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import LeafTypeError
+from .._ground.errors import LeafTypeError, bytes_or_none
 from .._ground.text import together
 from .._ground.tree import flatten
 from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
@@ -233,6 +233,7 @@ def map_matrices(
     """
     check_plan("plan", plan)
     over = (over,) if isinstance(over, str) else over
+    memory_limit_bytes = bytes_or_none("memory_limit_bytes", memory_limit_bytes)
     exchanges, others = exchanges_of(plan, over, where or {}, memory_limit_bytes)
     return MappedMatrices(
         plan=plan, exchanges=exchanges, _fn=fn, _others=others, _state=state

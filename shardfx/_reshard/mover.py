@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from .._convert import TreeMap, number_copies
+from .._convert import TreeMap, check_map, number_copies
 from .._ground.boxes import volume
 from .._ground.errors import (
     LeafTypeError,
@@ -203,6 +203,7 @@ def resharded(
             "`reshard` takes the tree first, and this is a plan; write `reshard(tree,"
             " plan)`."
         )
+    check_map(map)
     lost = lost_devices(lost)
     limit_bytes = _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, allow_specs=True)

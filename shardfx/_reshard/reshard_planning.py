@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 from .._convert import (
     NumberCopies,
     TreeMap,
+    check_map,
     hull,
     number_copies,
     number_paths,
@@ -95,6 +96,7 @@ def plan_reshard(
         print(moving)
         ```
     """
+    check_map(map)
     lost = lost_devices(lost)
     source_leaves = _leaves_of(src, "src")
     if map is not None:

@@ -4,13 +4,12 @@ rules that combine or modify other targets.
 
 import dataclasses
 import itertools as it
-import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from .._ground.errors import RuleError, SpecError, whole_number
+from .._ground.errors import RuleError, SpecError, number_of_bytes, whole_number
 from .._ground.misuse import called, refused
 from .._ground.spec import axes_of_entries, entries_of
 from .pairs import as_names
@@ -240,29 +239,6 @@ def strategy_of(
         skip_dims=tuple(sorted({dim for dim in numbered_dims if dim is not None})),
         **byte_counts,
     )
-
-
-_MOST_BYTES = 2**63 - 1
-
-
-def number_of_bytes(value: object) -> int | None:
-    """A number of Python, NumPy or JAX as an int, which JSON can hold: a fraction of a
-    byte counts as one byte, and infinity as more than an array has. `None` for what is
-    no number.
-    """
-    whole = whole_number(value)
-    if whole is not None:
-        return whole
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        number = float(value)
-    except TypeError:
-        # Every array has the method, and those of several elements refuse.
-        return None
-    if math.isnan(number):
-        return None
-    return math.ceil(max(min(number, _MOST_BYTES), -1))
 
 
 def checked_bytes(what: str, value: object) -> int:

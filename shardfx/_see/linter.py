@@ -19,6 +19,7 @@ from .._plan import (
     check_policy,
     drafted,
     kinds_matcher,
+    kinds_pairs,
     names_of_leaves,
     raise_empty,
 )
@@ -373,7 +374,7 @@ def _kinds(
     """The valid pairs of a regex and a memory kind. A finding about each invalid pair
     is added to `findings`.
     """
-    pairs = tuple(memory_kinds or ())
+    pairs = kinds_pairs(memory_kinds)
     valid: list[tuple[str, str]] = []
     for number, (regex, kind) in enumerate(pairs):
         try:
@@ -381,7 +382,7 @@ def _kinds(
             valid.append((regex, kind))
         except RuleError as error:
             pairs_of_fix = (*pairs[:number], *pairs[number + 1 :])
-            similar = nearest(kind, MEMORY_KINDS)
+            similar = nearest(str(kind), MEMORY_KINDS)
             if kind not in MEMORY_KINDS and similar:
                 corrected_pair = (regex, similar[0])
                 pairs_of_fix = (*pairs[:number], corrected_pair, *pairs[number + 1 :])

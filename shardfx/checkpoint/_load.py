@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import array_of
-from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.errors import CheckpointError, LeafTypeError, bytes_or_none
 from .._ground.keys import as_keys_of_dtype
 from .._ground.misuse import called
 from .._ground.spec import DType
@@ -228,6 +228,9 @@ def load(
         assert again["wi"].sharding.spec == P(None, "fsdp")
         ```
     """
+    memory_limit_bytes = bytes_or_none("memory_limit_bytes", memory_limit_bytes)
+    read_limit_bytes = bytes_or_none("read_limit_bytes", read_limit_bytes)
+    gap_bytes = bytes_or_none("gap_bytes", gap_bytes)
     # If a writer replaces a file meanwhile, it is read again from its header on. With
     # several processes, one process alone must not do this: it might load another file
     # than the others.
@@ -247,11 +250,9 @@ def load(
             leaves = to_load.leaves
             # A number that does not fit is an error before anything large is read.
             scalars = read_scalars(index, to_load.scalars, missing_chunks)
-            if gap_bytes is None:
-                gap_bytes = index.place.gap_bytes
             limits = Limits(
                 memory_bytes=memory_limit_bytes,
-                gap_bytes=gap_bytes,
+                gap_bytes=index.place.gap_bytes if gap_bytes is None else gap_bytes,
                 read_bytes=read_limit_bytes,
             )
             flight = _read(

@@ -12,6 +12,7 @@ from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import (
     LeafTypeError,
     PlanMismatchError,
+    bytes_or_none,
     check_type,
     whole_number,
 )
@@ -169,6 +170,7 @@ def plan_reads(
         fix=fix,
     )
     process_count = _count_of(processes)
+    gap_bytes = bytes_or_none("gap_bytes", gap_bytes)
     if gap_bytes is None:
         gap_bytes = index.place.gap_bytes
     to_load = leaves_to_load(

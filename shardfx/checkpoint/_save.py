@@ -14,8 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 from jax.core import Tracer
 
-from .._convert import TreeMap
-from .._ground.errors import CheckpointError, LeafTypeError, MapError, check_type
+from .._convert import TreeMap, check_map
+from .._ground.errors import (
+    CheckpointError,
+    LeafTypeError,
+    MapError,
+    bytes_or_none,
+    check_type,
+)
 from .._ground.misuse import called
 from .._ground.processes import coordination
 from .._plan import ShardPlan
@@ -190,6 +196,7 @@ def content_of(
             error=LeafTypeError,
             fix="give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
         )
+    check_map(map)
     if like is not None and map is None:
         raise MapError(
             "`like` says which arrays `map` makes, and there is no map: write"
@@ -267,7 +274,7 @@ def write(
         target = address_of(path)
         is_store = isinstance(target, Address)
         name = target.shown if is_store else os.path.abspath(target)
-        file_bytes = options.file_bytes
+        file_bytes = bytes_or_none("file_bytes", options.file_bytes)
         if file_bytes is not None and not is_store and _is_file(name):
             raise CheckpointError(
                 f"`file_bytes={file_bytes}` divides the arrays of a directory, and this"

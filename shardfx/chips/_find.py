@@ -3,6 +3,7 @@
 import difflib
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .._ground.errors import ChipError, MeshError
@@ -218,12 +219,16 @@ def parse_slice(text: str) -> Slice:
     return _checked(Slice(find(match[1]), extents), text)
 
 
-def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:
+def table(
+    chips: Chip | str | Iterable[Chip | str] | None = None,
+    *,
+    width: int | None = None,
+) -> str:
     """A text table of chips, with their memory, bandwidth and arithmetic.
 
     **Arguments:**
 
-    - `chips`: the chips to list; all by default.
+    - `chips`: the chips to list, or their names; all by default.
     - `width`: the largest length of a line. If the table is wider, columns are left
       out, starting with the last.
 
@@ -242,7 +247,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
     """
     header = ("chip", "memory", "HBM", "bf16", "links", "dcn", "devices", "island")
     rows: list[tuple[str, ...]] = [header]
-    for chip in CHIPS if chips is None else chips:
+    for chip in _listed(chips):
         memory = (
             f"{bytes_text(chip.usable_hbm_bytes).split()[0]} of"
             f" {bytes_text(chip.hbm_bytes)}"
@@ -268,6 +273,15 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
     # These columns are left out first, in this order, where the table is too wide.
     spare = ("island", "devices", "dcn", "links")
     return "\n".join(_aligned(rows, right=set(header[1:]), width=width, spare=spare))
+
+
+def _listed(chips: Chip | str | Iterable[Chip | str] | None) -> tuple[Chip, ...]:
+    """The chips that are given by themselves or by their names; all for `None`."""
+    if chips is None:
+        return CHIPS
+    if isinstance(chips, Chip | str) or not isinstance(chips, Iterable):
+        chips = (chips,)
+    return tuple(map(find, chips))
 
 
 def _plain(name: str) -> str:

@@ -347,7 +347,15 @@ def owned(
             " `plan.on(plan.mesh.build(jax.devices()))`, or call"
             " `hosts.local_chunk(shape, spec, grid, process_index)`."
         )
-    box_by_device = shard_boxes(sharding, sizes_of_shape(shape))
+    sizes = sizes_of_shape(shape)
+    if isinstance(sharding, NamedSharding):
+        entries = entries_of(sharding.spec)
+        if any(entry_axes(entry) for entry in entries[len(sizes) :]):
+            raise SpecError(
+                f"{sharding.spec} has {len(entries)} entries, but the array has shape"
+                f" {sizes}; give one per dimension."
+            )
+    box_by_device = shard_boxes(sharding, sizes)
     devices_by_box = holders_by_box(box_by_device.items())
     chunks = []
     for box, devices in sorted(devices_by_box.items()):

@@ -216,6 +216,15 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
         assert hosts.data_layout(65536, "data", grid, 8191).shard_id == 8191
         ```
     """
+    mesh = MeshSpec.of(mesh).require_sizes()
+    fix = 'write `regular_grid(mesh, {"data": 4})`'
+    check_type(
+        what="num_chunks",
+        value=num_chunks,
+        expected=Mapping,
+        error=MeshError,
+        fix=fix,
+    )
     counts = [num_chunks.get(name, 1) for name in mesh.axis_names]
     return HostGrid(mesh.shape, num_chunks, np.ndindex(*counts))
 

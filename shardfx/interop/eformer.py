@@ -18,6 +18,7 @@ from .._ground.errors import (
     MeshError,
     PlanMismatchError,
     SpecError,
+    check_type,
 )
 from .._ground.spec import canonical, entries_of, entry_axes
 from .._ground.text import quoted
@@ -396,6 +397,13 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
         assert tree["w"].sharding.is_fully_replicated and tree["step"] == 3
         ```
     """
+    check_type(
+        what="mesh",
+        value=mesh,
+        expected=Mesh,
+        error=MeshError,
+        fix="make one of devices with `spec.build(jax.devices())`",
+    )
     return apply(tree, NamedSharding(mesh, PartitionSpec()))
 
 

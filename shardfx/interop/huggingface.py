@@ -266,14 +266,14 @@ def rules_of(
     for key, (style, _) in merged.items():
         if style not in STYLES:
             raise RuleError(
-                f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is"
+                f"{key!r} has the style {style!r}{near(str(style), tuple(STYLES))}, which is"
                 f" none of {[*STYLES]}."
             )
     modules = list(dict.fromkeys(key.rpartition(".")[2] for key in merged))
     for name in units or ():
         if name not in modules:
             raise RuleError(
-                f"`units` names {name!r}{near(name, modules)}, which is no module of"
+                f"`units` names {name!r}{near(str(name), modules)}, which is no module of"
                 f" the plan; it has {', '.join(modules)}."
             )
     rules: list[tuple[str, object]] = []

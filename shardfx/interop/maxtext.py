@@ -69,7 +69,7 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     rules = [_rule(number, rule) for number, rule in enumerate(listed_rules)]
     replaced = {name for name, _ in rules}
     merged: list[Rule] = []
-    for number, base_rule in enumerate(base):
+    for number, base_rule in enumerate(base or ()):
         name, target = _rule(number, base_rule)
         if name not in replaced:
             merged.append((name, target))

@@ -180,6 +180,11 @@ def _bindings(text: str) -> Bindings:
     """The text of each value that a gin file binds, by the last two parts of its name.
     A name that is bound twice has the last value.
     """
+    if not isinstance(text, str):
+        raise RuleError(
+            f"`partitioning_of` reads the text of a gin file, not {text!r:.60}; write"
+            " `partitioning_of(path.read_text())`."
+        )
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(block.start(), block["name"]) for block in _BLOCK.finditer(text)]
     bindings: Bindings = {}

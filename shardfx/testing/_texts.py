@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import AxisType
 
+from .._ground.errors import LeafTypeError, check_type
 from .._ground.reason import Reason
 from .._ground.spec import entries_of, unreduced_kind
 from .._ground.text import (
@@ -273,6 +274,13 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         all-gather over data: 1 x f32[64,16]...
         ```
     """
+    check_type(
+        what="traffic",
+        value=traffic,
+        expected=Traffic,
+        error=LeafTypeError,
+        fix="give what `cost.traffic` returns",
+    )
     # Collectives with equal text whose parameters' paths differ only in numbers.
     alike_rows: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:

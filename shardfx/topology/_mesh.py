@@ -413,8 +413,14 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             raise MeshError(
                 "there are no devices; pass `jax.devices()`, or those of one slice."
             )
+        platform = getattr(device_list[0], "platform", None)
+        if platform is None:
+            raise MeshError(
+                f"{device_list[0]!r:.60} is no device; pass `jax.devices()`, or some of"
+                " these."
+            )
         hint = ""
-        if device_list[0].platform == "cpu":
+        if platform == "cpu":
             hint = _EMULATE
         fitted = self._fitted(len(device_list), hint)
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)

@@ -57,7 +57,9 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
     """
     ring_sizes = _RING_SIZES.get(device_kind, ())
     # Behind x, y and z stand the cores.
-    return tuple(dim < 3 and size in ring_sizes for dim, size in enumerate(bounds))
+    # A range looks up Python's integers at once, and searches for those of NumPy.
+    sizes = map(int, bounds)
+    return tuple(dim < 3 and size in ring_sizes for dim, size in enumerate(sizes))
 
 
 def ring_path(

@@ -9,28 +9,41 @@ import pytest
 
 from shardfx import (
     AxisRules,
+    From,
     MeshSpec,
     PathRules,
     ShardPlan,
     atomic,
     auto,
     checkpoint,
+    chips,
     correct,
     cost,
+    field,
     fsdp,
     hosts,
+    lint,
     match,
     plan,
+    plan_reshard,
+    reshard,
     resolve,
     sync,
+    testing,
+    topology,
 )
-from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
-from shardfx.interop import huggingface, keras, levanter, maxtext
+from shardfx.errors import LeafTypeError, MapError, MeshError, RuleError, SpecError
+from shardfx.interop import eformer, huggingface, keras, levanter, maxtext, t5x
+from shardfx.presets import maps, models
+from tests.presets.small_models import config_of
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
 GRID = hosts.regular_grid(MESH, {"data": 2})
 SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
+WEIGHTS = {"w": np.ones(8, np.float32)}
+ON_DEVICES = jax.NamedSharding(MESH.build(jax.devices()), jax.P("data"))
+CONFIG = config_of("llama")
 # Type checkers would refuse these.
 NUMBER: Any = 3
 NOTHING: Any = None
@@ -129,6 +142,99 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
             SpecError,
             "`spec` is a PartitionSpec, not 'ab'; write",
         ),
+        (
+            lambda: hosts.regular_grid(TEXT, {"data": 2}),
+            MeshError,
+            "expected a MeshSpec, a jax Mesh",
+        ),
+        (
+            lambda: hosts.regular_grid(MESH, NUMBER),
+            MeshError,
+            "`num_chunks` must be of type Mapping, not int",
+        ),
+        (
+            lambda: hosts.owned((), ON_DEVICES, 0),
+            SpecError,
+            r"has 1 entries, but the array has shape \(\)",
+        ),
+        (lambda: MESH.build([NUMBER] * 8), MeshError, r"3 is no device; pass `jax.d"),
+        (
+            lambda: plan(SHAPES, MESH, memory_kinds=NUMBER),
+            RuleError,
+            "`memory_kinds` takes pairs, .* and not 3",
+        ),
+        (
+            lambda: lint(SHAPES, MESH, memory_kinds=TEXT),
+            RuleError,
+            r"for all arrays write `\[\('.\*', 'ab'\)\]`",
+        ),
+        (
+            lambda: lint(SHAPES, MESH, memory_kinds=[TEXT]),
+            RuleError,
+            "`memory_kinds` takes pairs, .* and not 'ab'",
+        ),
+        (
+            lambda: auto.renamed(SHAPES, TEXT),
+            RuleError,
+            "`renamed` takes a dict from paths to names, not 'ab'",
+        ),
+        (lambda: field(stacked=NOTHING), SpecError, "give a tuple of names, such as"),
+        (
+            lambda: From.concat(TEXT),
+            MapError,
+            r"`From.concat` takes several expressions, not 'ab'",
+        ),
+        (
+            lambda: From("w").scale(NUMBER, block=(2,)),
+            MapError,
+            "`From` takes the path",
+        ),
+        (
+            lambda: plan_reshard(SHAPES, SHAPES, map=TEXT),
+            MapError,
+            r"`map` is a TreeMap, not str; write `map=TreeMap\(",
+        ),
+        (
+            lambda: reshard(WEIGHTS, ON_DEVICES, map=TEXT),
+            MapError,
+            "`map` is a TreeMap, not str",
+        ),
+        (
+            lambda: checkpoint.save("never made", WEIGHTS, map=TEXT),
+            MapError,
+            "`map` is a TreeMap, not str",
+        ),
+        (
+            lambda: checkpoint.save("never made", WEIGHTS, file_bytes=TEXT),
+            LeafTypeError,
+            r"`file_bytes` is a number of bytes, not 'ab'; write `2\*\*30`",
+        ),
+        (
+            lambda: checkpoint.load("nothing", SHAPES, memory_limit_bytes=TEXT),
+            LeafTypeError,
+            "`memory_limit_bytes` is a number of bytes, not 'ab'",
+        ),
+        (
+            lambda: testing.assert_collectives(NUMBER),
+            LeafTypeError,
+            "`traffic` must be of type Traffic, not int; give what `cost.traffic`",
+        ),
+        (lambda: testing.traffic_text(TEXT), LeafTypeError, "must be of type Traffic"),
+        (
+            lambda: t5x.partitioning_of(NUMBER),
+            RuleError,
+            "reads the text of a gin file",
+        ),
+        (
+            lambda: eformer.replicate(WEIGHTS, NO_DEVICES),
+            MeshError,
+            r"`mesh` must be of type Mesh, not MeshSpec; .*`spec.build\(",
+        ),
+        (
+            lambda: maps.stacked(CONFIG).to(NO_DEVICES),
+            MapError,
+            "`to` takes the layout of the target, not MeshSpec",
+        ),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
         (
             lambda: auto.plan(SHAPES, 8, batch_dim=NOTHING),
@@ -175,6 +281,23 @@ def test_sizes_of_a_mesh_may_be_of_numpy():
     assert type(filled.size) is int
     planned = plan(SHAPES, mesh, paths=PathRules.parse("w->data"))
     assert ShardPlan.from_json(planned.to_json()) == planned
+
+
+def test_extents_of_a_torus_may_be_of_numpy():
+    extents: Any = np.array([4, 6, 8])
+    assert topology.wraps("TPU v4", extents) == (True, False, True)
+
+
+def test_chips_of_a_table_may_be_names():
+    assert chips.table("v5e") == chips.table((chips.find("v5e"),))
+    assert chips.table(["v5e", "v5p"]).count("\n") == 2
+
+
+def test_a_model_may_be_sharded_over_several_axes():
+    rules = models.rules_for("gpt2", "fsdp", fsdp=("data", "fsdp"))
+    mesh = MeshSpec({"data": 2, "fsdp": 4})
+    planned = plan(models.tree("gpt2", layers=1), mesh, paths=rules, unused="allow")
+    assert planned["wte/weight"].spec == jax.P(None, ("data", "fsdp"))
 
 
 def test_units_may_be_numbers_of_numpy():

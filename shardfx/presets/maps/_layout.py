@@ -201,6 +201,11 @@ class TreeLayout:
         `MapError` for kinds that only one layout has, and for a needed size that is
         unknown.
         """
+        if not isinstance(other, TreeLayout):
+            raise MapError(
+                f"`to` takes the layout of the target, not {type(other).__name__}; write"
+                " `maps.hugging_face(config).to(maps.stacked(config))`."
+            )
         source_arrays = self._arrays
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
         # The sub-axes of axes that one of the layouts splits.

@@ -469,9 +469,9 @@ def rules_for(
     how: str,
     *,
     data: str = "data",
-    fsdp: str = "fsdp",
-    tensor: str = "tensor",
-    expert: str = "expert",
+    fsdp: str | tuple[str, ...] = "fsdp",
+    tensor: str | tuple[str, ...] = "tensor",
+    expert: str | tuple[str, ...] = "expert",
 ) -> PathRules:
     """Returns path rules that shard the arrays of a published model by a training
     strategy.
@@ -486,8 +486,8 @@ def rules_for(
       all other arrays over `fsdp` and `expert` together; it needs
       `tree(..., stack_experts=True)`.
     - `data`: the mesh axis over which only the batch is sharded.
-    - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is
-      ignored.
+    - `fsdp`, `tensor`, `expert`: the mesh axes to use, one or a tuple for each; an axis
+      that the mesh lacks is ignored.
 
     **Returns:**
 
@@ -523,9 +523,9 @@ def rules_for(
     if how == "dp":
         return PathRules([(".*", replicate)], mesh_axes=(data,))
     uses_fsdp, uses_tensor, uses_expert = _CUTS[how]
-    fsdp_axes = (fsdp,) if uses_fsdp else ()
-    tensor_axes = (tensor,) if uses_tensor else ()
-    expert_axes = (expert,) if uses_expert else ()
+    fsdp_axes = _axes_if(uses_fsdp, fsdp)
+    tensor_axes = _axes_if(uses_tensor, tensor)
+    expert_axes = _axes_if(uses_expert, expert)
     sizes = sizes_of(row.config)
     all_rows = rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
@@ -555,3 +555,10 @@ def rules_for(
     ):
         rules.append((regex, optional(target)))
     return PathRules(rules, mesh_axes=(data, *fsdp_axes, *tensor_axes, *expert_axes))
+
+
+def _axes_if(are_used: bool, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One mesh axis, or several, as a tuple; none if they are not used."""
+    if not are_used:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
