@@ -331,8 +331,11 @@ class _StructureReader:
             return items
         if kind == "dict":
             named: dict[object, Any] = {}
-            for encoded_key, part in parts:
-                key = _decode_key(encoded_key)
+            keys = [_decode_key(encoded_key) for encoded_key, _ in parts]
+            # JAX sorts the keys, and cannot compare a text with a number.
+            if len({isinstance(key, str) for key in keys}) > 1:
+                keys = list(map(str, keys))
+            for key, (_, part) in zip(keys, parts, strict=True):
                 named[key] = self.tree(part, f"{prefix}{key}/")
             return named
         return self.node(data["children"], prefix)

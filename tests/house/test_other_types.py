@@ -164,6 +164,11 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
             "`memory_kinds` takes pairs, .* and not 3",
         ),
         (
+            lambda: plan({"w": np.zeros(8, np.longdouble)}, MESH, axes=AxisRules([])),
+            LeafTypeError,
+            "a NumPy array of dtype float128 cannot be put on a device",
+        ),
+        (
             lambda: lint(SHAPES, MESH, memory_kinds=TEXT),
             RuleError,
             r"for all arrays write `\[\('.\*', 'ab'\)\]`",

@@ -165,6 +165,10 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "keys with slashes": (keys_with_slashes, ("net/~/a/w", "net/c", "head/w/w")),
     "keys of tuples": (keys_of_tuples, ("(0, 'a')", "(1, 'b')")),
+    "keys of several types": (
+        lambda: {True: W, 2: W, np.int64(3): W},
+        ("True", "2", "3"),
+    ),
     "odd keys": (lambda: {"a\nb": W, "": W, "é": W}, ("", "a\nb", "é")),
     "nnx state": (
         lambda: nnx.state(Net(nnx.Rngs(0))),
