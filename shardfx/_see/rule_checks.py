@@ -303,7 +303,9 @@ def _order_of_usual_sizes(
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
     fitting_orders = []
     for order in orders:
-        if all(usual_sizes[name] == size for name, size in _named_sizes(order, shape)):
+        # A name that stands only at dimensions of size 0 has no usual size.
+        named_sizes = _named_sizes(order, shape)
+        if all(usual_sizes.get(name) == size for name, size in named_sizes):
             fitting_orders.append(order)
     if not fitting_orders or names in fitting_orders:
         return None

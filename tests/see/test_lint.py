@@ -391,3 +391,10 @@ def test_a_numpy_integer_is_a_width_of_heads():
     assert [finding.code for finding in found] == ["cut-head", "cut-head"]
     head_dim: Any = np.int64(64)
     assert sfx.lint(tree, mesh, paths=rules, head_dim=head_dim) == found
+
+
+def test_a_name_of_an_empty_dimension_has_no_usual_size():
+    tree = {"w": jax.ShapeDtypeStruct((0, 8), jnp.float32)}
+    axes = sfx.AxisRules([("rows", "tensor"), ("columns", "fsdp")])
+    findings = sfx.lint(tree, MESH, names={"w": ("rows", "columns")}, axes=axes)
+    assert "contradicted-name" not in [finding.code for finding in findings]
