@@ -274,7 +274,9 @@ def arguments(
     variadic = next((name for name, key in keys.items() if key is int), "")
     names += [f"{variadic}/{number}" for number in range(len(args) - len(names))]
     by_position = list(map(Argument, it.count(), names, args))
-    by_name = [Argument(name, name, kwargs[name]) for name in sorted(kwargs)]
+    by_name = [
+        Argument(key=name, name=name, tree=kwargs[name]) for name in sorted(kwargs)
+    ]
     return by_position + by_name
 
 

@@ -182,7 +182,7 @@ class Jitted(Generic[P, R]):
             arrays=tuple(traced_arrays),
             results=self._returned(traced.out_info),
             mesh=self._first_mesh(),
-            traced_call=TracedCall(self, tuple(args), kwargs),
+            traced_call=TracedCall(function=self, args=tuple(args), kwargs=kwargs),
         )
 
     def _first_mesh(self) -> MeshSpec | None:

@@ -174,7 +174,7 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     flat = flatten(tree)
     # A row is the plan of one or more arrays.
     planned_arrays = [
-        _Described(sharding, row.shape, row.dtype)
+        _Described(sharding=sharding, shape=row.shape, dtype=row.dtype)
         for sharding, row in zip(content.row_shardings, content.rows, strict=True)
     ]
     # For each leaf, the number of its row in the plan; -1 for a leaf without one.
@@ -197,7 +197,9 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
             continue
         live_array = None
         if is_array:
-            live_array = _Described(_sharding(path, leaf), leaf.shape, leaf.dtype)
+            live_array = _Described(
+                sharding=_sharding(path, leaf), shape=leaf.shape, dtype=leaf.dtype
+            )
         planned_array = None
         if row_number >= 0:
             planned_array = planned_arrays[row_number]

@@ -293,7 +293,9 @@ def _like_first(
             scale = value.scale._replace(path=scale_path)
             value = value._replace(scale=scale)
         target = (*piece.target[:dim], position, *piece.target[dim + 1 :])
-        yield Piece(value, piece.source, target, piece.factors)
+        yield Piece(
+            value=value, source=piece.source, target=target, factors=piece.factors
+        )
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:

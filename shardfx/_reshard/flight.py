@@ -88,9 +88,11 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     works: list[_Work] = []
     for move, numbered_arrays in job.moves.items():
         numbers = [number for number, _ in numbered_arrays]
-        works.append(_Work(move, numbers, move.least_bytes))
+        works.append(_Work(plan=move, numbers=numbers, least_bytes=move.least_bytes))
     for number, _, assembly in job.assemblies:
-        works.append(_Work(assembly, [number], least_bytes_of(assembly)))
+        works.append(
+            _Work(plan=assembly, numbers=[number], least_bytes=least_bytes_of(assembly))
+        )
 
     too_large = [work for work in works if work.least_bytes > limit_bytes]
     if not too_large:
@@ -118,7 +120,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
         # Moves that shrink arrays go first. They free the memory that others need.
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
-        flight = _Flight(job, limit_bytes, donate, pool)
+        flight = _Flight(job=job, limit_bytes=limit_bytes, donate=donate, pool=pool)
         try:
             for number, leaf, target in job.placements:
                 flight.current = number
@@ -289,7 +291,9 @@ class _Flight:
         self.current = number
         wait = start_assembly(assembly, source_paths, self._context)
         self.finish_copies()
-        self._started = _StartedAssembly(number, source_paths, assembly, wait)
+        self._started = _StartedAssembly(
+            number=number, source_paths=source_paths, assembly=assembly, wait=wait
+        )
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.finish_copies()
 

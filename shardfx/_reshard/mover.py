@@ -562,4 +562,6 @@ def _moved_leaf(path: str, leaf: Any) -> MovedLeaf:
     sharding = None
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         sharding = leaf.sharding
-    return MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding)
+    return MovedLeaf(
+        path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
+    )

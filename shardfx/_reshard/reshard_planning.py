@@ -124,7 +124,9 @@ def plan_reshard(
     leaf_moves: list[LeafMove] = []
     for leaf, move in zip(source_leaves, moves, strict=True):
         fields = _move_fields(chosen[move])
-        leaf_moves.append(LeafMove(leaf.path, leaf.shape, leaf.dtype, **fields))
+        leaf_moves.append(
+            LeafMove(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype, **fields)
+        )
     return ReshardPlan(tuple(leaf_moves))
 
 
@@ -219,9 +221,9 @@ def _moves_by_map(
             extra_bytes = costs.pop("extra_bytes")
             costs["peak_bytes"] = source_bytes + costs["target_bytes"] + extra_bytes
         yield LeafMove(
-            leaf.path,
-            leaf.shape,
-            leaf.dtype,
+            path=leaf.path,
+            shape=leaf.shape,
+            dtype=leaf.dtype,
             made_of=array.sources,
             **costs,
         )
@@ -268,7 +270,11 @@ def _leaves_of(form: object, argument_name: str) -> list[MovedLeaf]:
                 f"{leaf_name(path)} of `{argument_name}` has no sharding; give a plan,"
                 " or `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`."
             )
-        leaves.append(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding))
+        leaves.append(
+            MovedLeaf(
+                path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
+            )
+        )
     return leaves
 
 

@@ -207,7 +207,7 @@ def exchanges_of(
     kinds = together(order, lambda array: (array.dtype, array.lead_axes))
     for (_, lead_axes), arrays in kinds.items():
         owner_axes = [axis for axis in over if axis not in lead_axes]
-        owners = _Owners(lead_axes, tuple(owner_axes), sizes)
+        owners = _Owners(lead_axes=lead_axes, axes=tuple(owner_axes), sizes=sizes)
         sharded_arrays = list(map(owners.sharded, arrays))
         for group in owners.grouped(sharded_arrays):
             exchanges += map(owners.exchange, owners.limited(group, limit))
@@ -451,7 +451,9 @@ class _Owners:
         if not arrays:
             return 0
         # Other owners, so that the loads of these stay as they are.
-        exchange = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
+        exchange = _Owners(
+            lead_axes=self.lead_axes, axes=self.axes, sizes=self.sizes
+        ).exchange(arrays)
         return exchange.units_per_owner * math.prod(exchange.unit)
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:

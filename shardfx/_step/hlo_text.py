@@ -186,7 +186,7 @@ class HloModule:
         if match := _FRAME.search(instruction.attributes):
             return self.stacks.get(int(match[1]), ())
         if match := _OLD_SOURCE.search(instruction.attributes):
-            return (Frame(match[1], int(match[2] or 0), ""),)
+            return (Frame(file=match[1], line=int(match[2] or 0), function=""),)
         return ()
 
 

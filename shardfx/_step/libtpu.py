@@ -204,7 +204,7 @@ def recent_tpu_dumps(
     one step ask about the same program, and libtpu takes 85 processor seconds for 48
     unrolled layers.
     """
-    return TpuDumps(program, slices, order)
+    return TpuDumps(program=program, slices=slices, order=order)
 
 
 def _tpu_texts(texts: Sequence[bytes], error: str, slices: TpuSlice) -> TpuTexts:

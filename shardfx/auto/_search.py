@@ -418,8 +418,10 @@ def opened_search(
     tell("propagating axis assignments through the step")
     with noted(args):
         traced = trace(step, *args)
-    space = Space(named_classes(traced), options, limits, all_rules)
-    return space, LoweredStep(step, traced, options.chip, MODEL)
+    space = Space(
+        classes=named_classes(traced), hardware=options, limits=limits, also=all_rules
+    )
+    return space, LoweredStep(step=step, traced=traced, chip=options.chip, model=MODEL)
 
 
 def candidates_of(

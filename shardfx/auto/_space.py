@@ -338,7 +338,11 @@ def _limits_to_loosen(space: Space) -> str:
         it takes.
         """
         try:
-            return bool(_estimates_of_all(Space(space.classes, space.hardware, limits)))
+            return bool(
+                _estimates_of_all(
+                    Space(classes=space.classes, hardware=space.hardware, limits=limits)
+                )
+            )
         except (SpecError, RuleError):
             return False
 

@@ -281,7 +281,9 @@ class Flight:
             group.append((unit, unit_memory))
         self._staging_bytes += staging_bytes
         reads = [self._pool.submit(task) for task in tasks_of_group(group)]
-        self._started.append(_StartedGroup(group, staging_bytes, reads))
+        self._started.append(
+            _StartedGroup(group=group, staging_bytes=staging_bytes, reads=reads)
+        )
 
     def finish(self) -> None:
         """Waits until all reads are finished."""

@@ -328,7 +328,7 @@ def _read(
     """
     units, limit_bytes = units_of(leaves, limits.memory_bytes)
     total_bytes = sum(unit.nbytes for unit in units)
-    bar = Progress("loading", total_bytes, progress)
+    bar = Progress(verb="loading", total_bytes=total_bytes, show=progress)
     cpu_count = os.cpu_count() or 1
     workers = max(2, min(_WORKERS, cpu_count))
     if isinstance(index.place, ObjectPlace):

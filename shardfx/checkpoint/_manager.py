@@ -99,7 +99,9 @@ class Manager:
         address = address_of(directory)
         self._steps: StepFiles | StepObjects
         if isinstance(address, Address):
-            self._steps = StepObjects(directory, address, timeout_seconds)
+            self._steps = StepObjects(
+                where=directory, address=address, timeout_seconds=timeout_seconds
+            )
         else:
             self._steps = StepFiles(os.path.abspath(address))
         self.directory = self._steps.directory

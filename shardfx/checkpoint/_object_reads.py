@@ -92,14 +92,14 @@ def requests_of(pieces: Sequence[ObjectRange], gap_bytes: int) -> Iterator[Reque
             is_behind_gap = piece.offset - stop >= max(gap_bytes, 1)
             is_too_long = piece.stop - start > _REQUEST_BYTES
             if is_other_file or is_behind_gap or is_too_long:
-                yield Request(start, stop, request_pieces)
+                yield Request(start=start, stop=stop, pieces=request_pieces)
                 request_pieces = []
         if not request_pieces:
             start = stop = piece.offset
         request_pieces.append(piece)
         stop = max(stop, piece.stop)
     if request_pieces:
-        yield Request(start, stop, request_pieces)
+        yield Request(start=start, stop=stop, pieces=request_pieces)
 
 
 @dataclasses.dataclass

@@ -291,7 +291,7 @@ def write(
             **saved.digests,
         }
         token = processes.compare(compared, saved.lines)
-        bar = Progress("saving", saved.nbytes, options.progress)
+        bar = Progress(verb="saving", total_bytes=saved.nbytes, show=options.progress)
         if is_store:
             place = ObjectPlace(target, options.timeout_seconds)
             write_content = ft.partial(save_objects, place)
@@ -423,6 +423,8 @@ def _layout(
             offsets=offsets,
         )
         file_size = len(header) + sum(tensors_of_file.sizes)
-        files[file] = NewFile(header, file_size, names_of_file)
+        files[file] = NewFile(
+            header=header, nbytes=file_size, tensor_names=names_of_file
+        )
         tensors.append(tensors_of_file)
     return files, tensors

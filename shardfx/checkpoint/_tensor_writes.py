@@ -143,16 +143,28 @@ def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[ByteR
         if kind == _ROWS:
             position = offset - tensors.offsets[0]
             block = memory[position : position + nbytes]
-            yield ByteRange(descriptor, offset, nbytes, [block])
+            yield ByteRange(
+                descriptor=descriptor, offset=offset, nbytes=nbytes, memory=[block]
+            )
         elif kind is not None:
             block = np.concatenate(tensors.values[start:stop], axis=None)
-            yield ByteRange(descriptor, offset, nbytes, [flat(block)])
+            yield ByteRange(
+                descriptor=descriptor,
+                offset=offset,
+                nbytes=nbytes,
+                memory=[flat(block)],
+            )
         else:
             for number in range(start, stop):
                 if number in large_rows:
                     offset_of_row = tensors.offsets[number]
                     row = large_rows[number]
-                    yield ByteRange(descriptor, offset_of_row, row.size, [row])
+                    yield ByteRange(
+                        descriptor=descriptor,
+                        offset=offset_of_row,
+                        nbytes=row.size,
+                        memory=[row],
+                    )
                 else:
                     yield from _ranges_of_tensor(descriptor, tensors, number, is_first)
         start = stop
@@ -234,7 +246,9 @@ def _ranges_of_tensor(
                 # Copying small shards costs less than one buffer for each.
                 views = [np.concatenate(views, axis=None)]
             memories = [flat(view) for view in views]
-            yield ByteRange(descriptor, start, span.nbytes, memories)
+            yield ByteRange(
+                descriptor=descriptor, offset=start, nbytes=span.nbytes, memory=memories
+            )
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):
@@ -243,4 +257,9 @@ def _ranges_of_tensor(
         for run in range(span.runs):
             row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
             run_start = start + run * span.step
-            yield ByteRange(descriptor, run_start, span.run_bytes, [row])
+            yield ByteRange(
+                descriptor=descriptor,
+                offset=run_start,
+                nbytes=span.run_bytes,
+                memory=[row],
+            )

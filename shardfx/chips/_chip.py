@@ -304,7 +304,7 @@ def axes_on(
             is_closed = has_ring[dim] and size == extents[dim]
             # The part of the dimension that later axes got lies between two neighbours.
             stride = extents[dim] // remaining[dim]
-            rings.append(Ring(size, is_closed, stride))
+            rings.append(Ring(size=size, closed=is_closed, stride=stride))
             remaining[dim] //= size
             chips //= size
         axes[name] = tuple(rings)

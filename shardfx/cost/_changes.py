@@ -188,7 +188,9 @@ def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
     how = f"filter_jit(step, donate={_quoted(names)})"
     with contextlib.suppress(ProgramError):
         peak_bytes = chip_step.donating(donated).peak_bytes
-        yield _Trial("donate what the step returns anew", peak_bytes, how)
+        yield _Trial(
+            what="donate what the step returns anew", peak_bytes=peak_bytes, how=how
+        )
 
 
 def _constrained_activations(

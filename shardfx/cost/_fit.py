@@ -298,7 +298,7 @@ def fit(
         return _of_assigned(step.assigned, chip)
     if isinstance(step, _Measured):
         rows, notes = compiled_rows([], memory_of(step))
-        return Fit(rows, chip, "compiled", notes=notes)
+        return Fit(rows=rows, chip=chip, basis="compiled", notes=notes)
     if not callable(step) and not is_traced(step) and not args:
         raise LeafTypeError(
             "`step` must be a function, what one compiled to, or a plan, not"
@@ -316,7 +316,7 @@ def fit(
         traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
         notes = (_ALONE,)
     assigned = compiled.assigned if isinstance(compiled, CompiledFor) else None
-    chip_step = StepOnChip(traced, chip, step if args else None, assigned)
+    chip_step = StepOnChip(traced, chip, step if args else None, assigned=assigned)
     if chip_step.programs is not None:
         warn_if_refuted(chip_step.programs)
     rows, arguments = argument_rows(chip_step)
@@ -401,7 +401,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
         on_host = leaf.memory_kind not in (None, "device")
         sums.add(group, nbytes, on_host=on_host)
         if not on_host:
-            on_device.append(LargeArray(leaf.path, nbytes, group))
+            on_device.append(LargeArray(what=leaf.path, bytes=nbytes, group=group))
     return Fit(
         rows=largest_rows_first(sums.rows),
         chip=chip,

@@ -79,7 +79,11 @@ def argument_rows(chip_step: StepOnChip) -> tuple[list[FitRow], list[LargeArray]
             sums.add(purpose.group, chip_step.host_bytes(number), on_host=True)
         else:
             sums.add(purpose.group, nbytes, on_host=False)
-            largest.append(LargeArray(purpose.argument.path, nbytes, purpose.group))
+            largest.append(
+                LargeArray(
+                    what=purpose.argument.path, bytes=nbytes, group=purpose.group
+                )
+            )
     return sums.rows, merged_arrays(largest)
 
 

@@ -211,7 +211,14 @@ class _Fusions:
         fused_with_products: set[str] = set()
         for name, instruction in self.computation.items():
             if instruction.opcode in opcodes.KERNELS:
-                kernels.append(Kernel(count, 0.0, self._bytes_alone(name), False))
+                kernels.append(
+                    Kernel(
+                        runs=count,
+                        flops=0.0,
+                        bytes=self._bytes_alone(name),
+                        has_product=False,
+                    )
+                )
             if instruction.opcode not in opcodes.PRODUCTS:
                 continue
             if name in self.windows:
@@ -225,14 +232,20 @@ class _Fusions:
                 fused_with_products.add(fusion)
                 moved_bytes = read_bytes + self._bytes_of_fusion(fusion, product=name)
             flops = _padded_flops(self.computation, instruction)
-            kernels.append(Kernel(count, flops, moved_bytes, True))
+            kernels.append(
+                Kernel(runs=count, flops=flops, bytes=moved_bytes, has_product=True)
+            )
             for reordered in self._moved_to_batch(name):
                 moved_bytes = 2.0 * self._bytes(reordered)
-                kernels += [Kernel(count, 0.0, moved_bytes, False)] * _KERNELS_TO_BATCH
+                kernels += [
+                    Kernel(runs=count, flops=0.0, bytes=moved_bytes, has_product=False)
+                ] * _KERNELS_TO_BATCH
         for fusion, names in self.fusions.items():
             if fusion not in fused_with_products and self._has_work(names):
                 moved_bytes = self._bytes_of_fusion(fusion, product=None)
-                kernels.append(Kernel(count, 0.0, moved_bytes, False))
+                kernels.append(
+                    Kernel(runs=count, flops=0.0, bytes=moved_bytes, has_product=False)
+                )
         return kernels
 
     def _loop(self, product: str, window: Window, count: int) -> Kernel:

@@ -154,7 +154,7 @@ def tpu_answer(step: Step, target: Target, **changed: Any) -> TpuAnswer:
     """
     dumps = step.tpu_dumps(target.slices, target.order, **changed)
     arguments, _ = step.parameters
-    return TpuAnswer(dumps, target, len(arguments))
+    return TpuAnswer(dumps=dumps, target=target, argument_count=len(arguments))
 
 
 def why_foreseen(step: Step, chip: chips.Chip) -> str:

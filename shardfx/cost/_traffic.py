@@ -184,7 +184,9 @@ def read(
         if run.slice is not None:
             stop = max(slices.stop, slices.start + run.slice + 1)
             slices = range(slices.start, stop)
-    positions = DevicePositions(mesh, module.partitions, slices, ids)
+    positions = DevicePositions(
+        mesh=mesh, slice_devices=module.partitions, slices=slices, ids=ids
+    )
     reader = _ModuleReader(
         module=module,
         positions=positions,

@@ -185,7 +185,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
     chunk_counts = (process_at.shape // extents[0]).tolist()
     chunks = dict(zip(mesh.axis_names, chunk_counts, strict=True))
     chunk_ids = (lowest // extents).tolist()
-    return HostGrid(mesh.shape, chunks, chunk_ids)
+    return HostGrid(axis_sizes=mesh.shape, num_chunks=chunks, chunk_ids=chunk_ids)
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
@@ -226,7 +226,9 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
         fix=fix,
     )
     counts = [num_chunks.get(name, 1) for name in mesh.axis_names]
-    return HostGrid(mesh.shape, num_chunks, np.ndindex(*counts))
+    return HostGrid(
+        axis_sizes=mesh.shape, num_chunks=num_chunks, chunk_ids=np.ndindex(*counts)
+    )
 
 
 def _raise_no_box(mesh: Mesh, reason: str) -> None:

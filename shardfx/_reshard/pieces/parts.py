@@ -285,7 +285,9 @@ def shard_parts(
     # Several paths may have one value, and then share one grid.
     grids: dict[int, ShardGrid] = {}
     for source in sources.values():
-        grid = ShardGrid(source.dtype, source.holders, group_of, sent)
+        grid = ShardGrid(
+            dtype=source.dtype, holders=source.holders, group_of=group_of, sent=sent
+        )
         grids[id(source)] = grid
 
     parts: list[PossiblePart] = []

@@ -94,7 +94,7 @@ def target_arrays(
                     may_copy_on_host=may_copy_on_host,
                     cache=cache,
                 )
-        arrays.append(TargetArray(leaf, source_paths, assembly))
+        arrays.append(TargetArray(leaf=leaf, sources=source_paths, assembly=assembly))
     return tuple(arrays)
 
 
@@ -178,7 +178,7 @@ def _cached_assembly(
         numbered_sources: list[MovedLeaf] = []
         for number, source in enumerate(sources):
             numbered_sources.append(source._replace(path=str(number)))
-        numbered_target = Made(shape, dtype, pieces)
+        numbered_target = Made(shape=shape, dtype=dtype, pieces=pieces)
         cache[key] = _assembly(
             leaf, numbered_target, numbered_sources, may_copy_on_host
         )
@@ -205,9 +205,9 @@ def assembly_between(
     address all shards.
     """
     return _assembly(
-        leaf=MovedLeaf("", shape, dtype, dst),
+        leaf=MovedLeaf(path="", shape=shape, dtype=dtype, sharding=dst),
         target=leaf_made("0", Struct(shape, dtype)),
-        sources=[MovedLeaf("0", shape, dtype, src)],
+        sources=[MovedLeaf(path="0", shape=shape, dtype=dtype, sharding=src)],
         may_copy_on_host=may_copy_on_host,
         lost=lost,
         sent_before=sent_before,

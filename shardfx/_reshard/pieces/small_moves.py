@@ -48,7 +48,10 @@ class SmallMover:
         fitting_count = _MOST_BYTES_TOGETHER // max(1, self._memory_bytes)
         self.most_together = min(_MOST_TOGETHER, max(1, fitting_count))
         self._make = ArrayMaker(
-            assembly.shape, dtype, assembly.sharding, assembly.targets
+            shape=assembly.shape,
+            dtype=dtype,
+            sharding=assembly.sharding,
+            boxes=assembly.targets,
         )
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:

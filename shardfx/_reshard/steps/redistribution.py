@@ -134,7 +134,7 @@ def paths_between(divisible_counts: Counts, src: StepLayout, dst: StepLayout) ->
     if not bound:
         # Every device already holds its target shard. At most a slice is due.
         path = path_along([source.layout], [target.layout])
-        return Paths([path], [], bound)
+        return Paths(paths=[path], times=[], bound=bound)
     problem = Problem(divisible_counts, source, target)
     route = cheapest_route(problem)
     if not route:
@@ -160,7 +160,7 @@ def paths_between(divisible_counts: Counts, src: StepLayout, dst: StepLayout) ->
             if wider != path:
                 paths.append(wider)
         times = list(map(torus_times.of_path, paths))
-    return Paths(paths, times, bound)
+    return Paths(paths=paths, times=times, bound=bound)
 
 
 def _path_with_fewer_permutes(fewest: Path, problem: Problem) -> Path | None:

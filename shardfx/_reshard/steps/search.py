@@ -175,7 +175,9 @@ def explore(problem: Problem, most_layouts: int, limit: float) -> Exploration:
         _expand(dims, half, state, has_same_sub_axes)
         if state.is_enough():
             break
-    return Exploration(_route(problem, state), state.cost, state.examined)
+    return Exploration(
+        route=_route(problem, state), cost=state.cost, examined=state.examined
+    )
 
 
 def _half(
@@ -220,7 +222,7 @@ def _half(
 
     return _Half(
         shards,
-        bound=LowerBound(shards, near, far, far_is),
+        bound=LowerBound(shards=shards, near=near, far=far, far_is=far_is),
         next_layouts=next_layouts,
         far_counts=far.layout.counts,
     )

@@ -67,7 +67,7 @@ class TorusTimes:
         links in the middle of its longest ring.
         """
         if step.kind == "slice":
-            return PathTime(0.0, 0.0, 0)
+            return PathTime(link_share=0.0, dcn_share=0.0, hops=0)
         dcn_share = float(step.dcn_share)
         if step.kind == "permute":
             senders = permutation(step.source, step.target, self._source)

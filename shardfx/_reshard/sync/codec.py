@@ -294,7 +294,7 @@ def _form_of(
     value_data, factor_data, rank, *_ = data
     value = _value_of(value_data)
     factors = _factors_of(factor_data)
-    piece = Piece(value, (), (), factors)
+    piece = Piece(value=value, source=(), target=(), factors=factors)
     encoding = None if value.path is None else encoding_of(value, dtypes)
     return form_of(encoding, piece, int(rank), target_dtype)
 

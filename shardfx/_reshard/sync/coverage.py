@@ -182,7 +182,7 @@ def _check_kind(
     values = [piece.value for piece in kind.pieces]
     values += [form.value for form in kind.forms]
     for value in values:
-        names = names_of(Piece(value, (), (), ()))
+        names = names_of(Piece(value=value, source=(), target=(), factors=()))
         require(
             set(names) <= set(kind.source_paths), f"{where} has a piece of no source"
         )

@@ -182,7 +182,7 @@ def as_receiver(line: Line, secret: bytes, suite: Suite, ends: Ends) -> Session:
     """The receiver's side of the handshake: it sends its hello, reads the sender's,
     proves the secret, and requires the sender's proof. `ends` are the two processes.
     """
-    exchange = _Exchange("receiver", secret, suite)
+    exchange = _Exchange(role="receiver", secret=secret, suite=suite)
     line.send([exchange.hello(ends)])
     keys = exchange.keys(line.read(_HELLO.size))
     line.send([keys.proof("receiver")])
@@ -201,7 +201,7 @@ def as_sender(line: Line, secret: bytes, suite: Suite, process: int) -> Session:
     reads the receiver's hello, sends its own, requires the receiver's proof of the
     secret, and proves it.
     """
-    exchange = _Exchange("sender", secret, suite)
+    exchange = _Exchange(role="sender", secret=secret, suite=suite)
     data = line.read(_HELLO.size)
     theirs = Hello.from_bytes(data)
     # A receiver of another version or suite learns from this hello what differs.

@@ -232,7 +232,7 @@ class TransferKind:
 
 def _content_key(form: WireForm) -> object:
     """A key that forms share if they send the same bytes for one position."""
-    piece = once(Piece(form.value, (), (), form.factors))
+    piece = once(Piece(value=form.value, source=(), target=(), factors=form.factors))
     reads = tuple(
         (factor.size, factor.source_dim, factor.source_step) for factor in piece.factors
     )

@@ -352,7 +352,7 @@ def _kind(
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
     # It collects the rows and the forms.
-    table = Table(target.path, rank, made_leaf.dtype)
+    table = Table(path=target.path, rank=rank, dtype=made_leaf.dtype)
     # Of sources with several replicas, receiving processes get different ones. A choice
     # has the number of the replica of each source, and serves the buffers `numbers`.
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():

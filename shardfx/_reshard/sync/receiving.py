@@ -279,7 +279,16 @@ class _Incoming:
                 copy.target_strides,
             )
             if copy.casts:
-                write(target, source, Piece(Value(None, casts=copy.casts), (), (), ()))
+                write(
+                    target,
+                    source,
+                    Piece(
+                        value=Value(None, casts=copy.casts),
+                        source=(),
+                        target=(),
+                        factors=(),
+                    ),
+                )
             else:
                 copy_along(target, source, copy.block_dim)
 

@@ -152,7 +152,7 @@ def send_published(
     """`send` for arrays that were checked. `before_round` is called before each round.
     The arguments that both have are those of `send`.
     """
-    outgoing = _Outgoing(plan, arrays, sender, receiver)
+    outgoing = _Outgoing(plan=plan, arrays=arrays, sender=sender, receiver=receiver)
     for number, entries in enumerate(outgoing.rounds):
         before_round()
         channel.put(number, outgoing.pieces(entries))
@@ -253,7 +253,7 @@ def _run_copy(copy: ShardCopy, shard: np.ndarray, memory: np.ndarray) -> None:
 
 def _piece_with(casts: tuple[Any, ...]) -> Piece:
     """A piece for `write`, which reads the casts of it alone."""
-    return Piece(Value(None, casts=casts), (), (), ())
+    return Piece(value=Value(None, casts=casts), source=(), target=(), factors=())
 
 
 def _encode(part: Encoded, value: Value, memory: np.ndarray, read: Read) -> None:
@@ -274,7 +274,12 @@ def _encode(part: Encoded, value: Value, memory: np.ndarray, read: Read) -> None
     )
     box = tuple((0, factor.size) for factor in factors)
     elements = np.empty(transfer.shape, form.sent_dtype)
-    compact = Piece(sent_value, piece.source, (0,) * len(factors), factors)
+    compact = Piece(
+        value=sent_value,
+        source=piece.source,
+        target=(0,) * len(factors),
+        factors=factors,
+    )
     fill(elements, box, compact, read)
 
     if part.strides is not None:

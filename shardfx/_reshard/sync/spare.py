@@ -183,7 +183,14 @@ class MemoryLayout:
             self.leaves_of_group.setdefault(group, []).append(number)
             places = self.places_of_group.setdefault(group, [])
             for buffer, box in self.boxes_of_leaf[number].items():
-                places.append(_Place(number, buffer, box, leaf.dtype))
+                places.append(
+                    _Place(
+                        leaf_number=number,
+                        buffer_number=buffer,
+                        box=box,
+                        dtype=leaf.dtype,
+                    )
+                )
                 start_bytes += volume(box) * leaf.dtype.itemsize
 
     def warm(self, states: int) -> None:

@@ -112,7 +112,9 @@ def _known_concatenation(
         for table, operand in zip(tables, operands, strict=True)
     ]
     joined = np.concatenate(full_tables, axis=1 + along)
-    return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=joined)
+    return Held(
+        root=NOWHERE, shape=shape, axes=(None,) * len(shape), known_numbers=joined
+    )
 
 
 def _concatenated_globally(

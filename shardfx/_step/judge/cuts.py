@@ -295,7 +295,7 @@ class Cuts:
             raise Unjudged("a reshape of a dimension in pieces")
         outer = self.from_indices(outer_indices)
         inner = self.from_indices(inner_indices)
-        return Split(outer, inner, is_overflowing)
+        return Split(outer=outer, inner=inner, is_overflowing=is_overflowing)
 
     def within(self, cut: Cut, size: int) -> Cut:
         """The cut with holes in the place of indices beyond a dimension of `size`."""

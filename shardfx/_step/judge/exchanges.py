@@ -297,26 +297,28 @@ def _scale_of_reduction(
     holder_counts.discard(0)
     if reducer != "add" and holder_counts != {1}:
         raise Wrong(
-            f"an all-reduce by {reducer} over devices {groups[0].tolist()} takes what these"
-            " devices hold already",
-            "a reduction over the devices that hold different parts, and no others",
-            "constrain the sharding of this line's operands",
+            fault=f"an all-reduce by {reducer} over devices {groups[0].tolist()} takes"
+            " what these devices hold already",
+            right="a reduction over the devices that hold different parts, and no"
+            " others",
+            mend="constrain the sharding of this line's operands",
         )
     if len(holder_counts) > 1:
         raise Wrong(
-            f"an all-reduce over {groups.tolist()} adds some terms of a sum once and"
-            " others more often",
-            "a reduction over devices that hold different terms",
-            "constrain the sharding of this line's operands",
+            fault=f"an all-reduce over {groups.tolist()} adds some terms of a sum once"
+            " and others more often",
+            right="a reduction over devices that hold different terms",
+            mend="constrain the sharding of this line's operands",
         )
     scale *= Fraction(holder_counts.pop())
     if scale > 1:
         times = int(scale) if scale.denominator == 1 else scale
         raise Wrong(
-            f"an all-reduce over devices {groups[0].tolist()} adds what these devices"
-            f" hold already: the result is {times} times what it should be",
-            "a reduction over the devices that hold different terms, and no others",
-            "constrain the sharding of this line's operands with"
+            fault=f"an all-reduce over devices {groups[0].tolist()} adds what these"
+            f" devices hold already: the result is {times} times what it should be",
+            right="a reduction over the devices that hold different terms, and no"
+            " others",
+            mend="constrain the sharding of this line's operands with"
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
     return scale

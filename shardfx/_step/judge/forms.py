@@ -214,11 +214,17 @@ def form_of(
         along = int(attribute(instruction, "iota_dimension"))
         dims = tuple(0 if dim == along else None for dim in range(len(shape)))
         # An iota is one value whatever its size, as long as any.
-        return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
+        return Form(
+            key=("iota", arrays_in(instruction.result)[0].dtype), dims=dims, kept=()
+        )
     if opcode == "constant":
         dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
         dims = tuple(range(len(shape)))
-        return Form(("constant", dtype, shape, instruction.inside.strip()), dims, dims)
+        return Form(
+            key=("constant", dtype, shape, instruction.inside.strip()),
+            dims=dims,
+            kept=dims,
+        )
     if opcode == "reduce" and len(views) == 2:
         return _reduce(instruction, views, module)
     meaning = meaning_of(instruction, _SIZES)
@@ -227,7 +233,7 @@ def form_of(
         meaning = ()
     dims = tuple(range(len(shape)))
     called = _called_by(instruction, module)
-    return Form((opcode, meaning, called, *views), dims, dims)
+    return Form(key=(opcode, meaning, called, *views), dims=dims, kept=dims)
 
 
 def _called_by(instruction: Instruction, module: HloModule) -> tuple[str, ...]:
@@ -448,7 +454,7 @@ def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) 
     )
     result_dims = _places_of([dim is not None for dim in remaining_dims])
     key = ("reduce", reduced_dims, reducer, *views)
-    return Form(key, result_dims, tuple(range(len(remaining_dims))))
+    return Form(key=key, dims=result_dims, kept=tuple(range(len(remaining_dims))))
 
 
 def squeezed(view: View, shape: Sequence[int]) -> View:

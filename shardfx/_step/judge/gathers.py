@@ -290,4 +290,4 @@ def _bounds(
             # Of a shard that is padded, no index is in the padding.
             last = size - whole_sizes[dim]
             last_starts[:, column] = np.minimum(last_starts[:, column], last)
-    return _Bounds(first_starts, last_starts, is_cut)
+    return _Bounds(low=first_starts, high=last_starts, is_cut=is_cut)

@@ -334,10 +334,10 @@ def require_finished(held: Held, what: str) -> None:
         raise Unjudged(f"{what} of a value on some devices, and of zeros on others")
     if held.terms is not None:
         raise Wrong(
-            f"{what} takes a sum that is not finished: the devices hold"
+            fault=f"{what} takes a sum that is not finished: the devices hold"
             f" {len(held.terms)} terms of it in parts",
-            f"an all-reduce of the operand before {what}",
-            "constrain the operand's sharding at this line",
+            right=f"an all-reduce of the operand before {what}",
+            mend="constrain the operand's sharding at this line",
         )
     if held.scale != 1:
         raise multiplied_fault(held.scale, what)
@@ -348,9 +348,9 @@ def multiplied_fault(scale: Fraction | int, what: str) -> Wrong:
     takes it.
     """
     return Wrong(
-        f"{what} takes a value that is {scale} times what it should be",
-        "a reduction over the devices that hold different terms, and no others",
-        "constrain the operand's sharding at this line",
+        fault=f"{what} takes a value that is {scale} times what it should be",
+        right="a reduction over the devices that hold different terms, and no others",
+        mend="constrain the operand's sharding at this line",
     )
 
 
@@ -376,9 +376,9 @@ def product_of_terms(
             product = {term & other for term, other in pairs}
     if 0 in product:
         raise Wrong(
-            "it sums parts of a dimension on devices that hold only some terms of its"
-            " operand: no device computes the other terms",
-            "an all-reduce of the operand before this operation",
-            "constrain the operand's sharding at this line",
+            fault="it sums parts of a dimension on devices that hold only some terms of"
+            " its operand: no device computes the other terms",
+            right="an all-reduce of the operand before this operation",
+            mend="constrain the operand's sharding at this line",
         )
     return None if product == {everywhere} else tuple(sorted(product))

@@ -140,12 +140,13 @@ def disagreement(what: str, place: int, first: Cut, other: Cut) -> Wrong:
     ]
     device = wrong_devices[0]
     return Wrong(
-        f"{what} joins operands that lie differently: along dimension {place}, device"
-        f" {device} holds {first.text_on(device)} of one operand and {other.text_on(device)} of"
-        f" another, and {len(wrong_devices)} of {len(first.starts)} devices disagree",
-        f"both operands at {first.text_on(device)} on device {device}",
-        "constrain the sharding of this line's result, and of the arrays that it reads,"
-        " with `jax.lax.with_sharding_constraint`",
+        fault=f"{what} joins operands that lie differently: along dimension {place},"
+        f" device {device} holds {first.text_on(device)} of one operand and"
+        f" {other.text_on(device)} of another, and {len(wrong_devices)} of"
+        f" {len(first.starts)} devices disagree",
+        right=f"both operands at {first.text_on(device)} on device {device}",
+        mend="constrain the sharding of this line's result, and of the arrays that it"
+        " reads, with `jax.lax.with_sharding_constraint`",
     )
 
 

@@ -344,10 +344,10 @@ class Judge:
                 cuts_of(self.context.cuts, shardings[number], array.shape, shard_shape)
             except WrongShard:
                 error = Wrong(
-                    f"result {number}: each device returns an array of the shape"
+                    fault=f"result {number}: each device returns an array of the shape"
                     f" {shard_shape}, which is no shard of {array.shape} as its sharding says",
-                    "a shard of the result on each device",
-                    "constrain the sharding of the arrays that this line reads",
+                    right="a shard of the result on each device",
+                    mend="constrain the sharding of the arrays that this line reads",
                 )
                 key = (self.module.entry, f"{root.name}/{number}")
                 maker = self._maker_of(root, number)
@@ -380,14 +380,15 @@ class Judge:
         if not held_array.is_finished:
             if held_array.terms is not None:
                 raise Wrong(
-                    f"{name} is a sum that is not finished",
-                    "an all-reduce before it is returned",
-                    "constrain the sharding of this result",
+                    fault=f"{name} is a sum that is not finished",
+                    right="an all-reduce before it is returned",
+                    mend="constrain the sharding of this result",
                 )
             raise Wrong(
-                f"{name} is {held_array.scale} times what it should be",
-                "a reduction over the devices that hold different terms, and no others",
-                "constrain the sharding of this result",
+                fault=f"{name} is {held_array.scale} times what it should be",
+                right="a reduction over the devices that hold different terms, and no"
+                " others",
+                mend="constrain the sharding of this result",
             )
         required_cuts = cuts_of(
             self.context.cuts, sharding, array.shape, held_array.shape
@@ -411,10 +412,11 @@ class Judge:
                     if axis.cut.text_on(device) != required_cut.text_on(device)
                 )
                 raise Wrong(
-                    f"{name}, along dimension {place}: device {device} returns"
-                    f" {axis.cut.text_on(device)}, and its sharding says {required_cut.text_on(device)}",
-                    f"{required_cut.text_on(device)} on device {device}",
-                    "constrain the sharding of this result, and of what it is made of",
+                    fault=f"{name}, along dimension {place}: device {device} returns"
+                    f" {axis.cut.text_on(device)}, and its sharding says"
+                    f" {required_cut.text_on(device)}",
+                    right=f"{required_cut.text_on(device)} on device {device}",
+                    mend="constrain the sharding of this result, and of what it is made of",
                 )
             if common_cut is not required_cut:
                 raise Unjudged(f"{name} has parts that are not followed")

@@ -236,7 +236,7 @@ def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
     lasts = numbers_by_column(last.known_numbers, index)
     if lows is None or lasts is None or index.idiom.low is not None:
         return None
-    idiom = Clamped(index.idiom.high, lows, lasts)
+    idiom = Clamped(high=index.idiom.high, low=lows, last=lasts)
     return dataclasses.replace(index, idiom=idiom)
 
 
@@ -258,7 +258,9 @@ def _shifted(operands: Sequence[Held]) -> Held | None:
     idiom = Shifted(offsets, None)
     clamped = index.idiom
     if isinstance(clamped, Clamped):
-        idiom = Shifted(offsets, clamped.high, clamped.low, clamped.last)
+        idiom = Shifted(
+            offsets=offsets, high=clamped.high, low=clamped.low, last=clamped.last
+        )
     return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
@@ -278,7 +280,7 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
         raise Unjudged("a mask of indices that are clamped on each device")
     if index.idiom is None and limit.root != NOWHERE:
         return None
-    idiom = Side(direction, limits, _clamp_of(index))
+    idiom = Side(direction=direction, limits=limits, high=_clamp_of(index))
     return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
@@ -305,7 +307,7 @@ def _outside(operands: Sequence[Held]) -> Held:
     # Clamped indices are never outside of the bounds to which they are clamped.
     low = np.maximum(below.idiom.limits, 0)
     high = np.minimum(above.idiom.limits, np.array(clamp))
-    idiom = Outside(low, high, clamp)
+    idiom = Outside(low=low, high=high, clamp=clamp)
     return dataclasses.replace(below, idiom=idiom, known_numbers=None)
 
 
@@ -328,7 +330,7 @@ def any_of_columns(
         operand,
         shape=operand.shape[:-1],
         axes=operand.axes[:-1],
-        idiom=AnyOutside(outside.low, outside.high, outside.clamp),
+        idiom=AnyOutside(low=outside.low, high=outside.high, clamp=outside.clamp),
     )
 
 

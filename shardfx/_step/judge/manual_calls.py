@@ -115,7 +115,7 @@ def _results_of_call(
         shards = call.results.get(result_number)
         if shards is None:
             # The whole program does not read it.
-            results.append(Held(NOWHERE, shape, (None,) * len(shape)))
+            results.append(Held(root=NOWHERE, shape=shape, axes=(None,) * len(shape)))
             continue
         cuts = cuts_of(context.cuts, shards.sharding_text, shards.array.shape, shape)
         results.append(held_of(shards.array, shape, cuts))

@@ -88,7 +88,7 @@ def held_result(
             # Nothing changes along it, so its devices hold all of it.
             cut = context.cuts.whole(size)
         axes.append(None if dim is None or cut is None else Axis(dim, cut))
-    return Held(value_number, shape, tuple(axes))
+    return Held(root=value_number, shape=shape, axes=tuple(axes))
 
 
 def _size(context: Context, form: Form, place: int) -> int | None:

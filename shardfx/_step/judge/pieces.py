@@ -132,7 +132,10 @@ def dynamic_slice(
             return held
         # A table of the partitioner, read at the device's number.
         return Held(
-            NOWHERE, shape, (None,) * len(shape), known_numbers=held.known_numbers
+            root=NOWHERE,
+            shape=shape,
+            axes=(None,) * len(shape),
+            known_numbers=held.known_numbers,
         )
     try:
         return _indexed_slice(context, instruction, operands, shape)
@@ -296,9 +299,11 @@ def _fill_of_padded(
         is_apart = not (padded_dims - old_fill.dims) & operand.hole_dims
         is_known = old_fill.number == number and is_apart
         dims = padded_dims | old_fill.dims
-        return Fills(dims, number if is_known else None, old_fill.other)
+        return Fills(
+            dims=dims, number=number if is_known else None, other=old_fill.other
+        )
     is_apart = not padded_dims & operand.hole_dims
-    return Fills(padded_dims, number if is_apart else None, old_fill)
+    return Fills(dims=padded_dims, number=number if is_apart else None, other=old_fill)
 
 
 def _padded_row(

@@ -550,5 +550,9 @@ def from_known(
         axes: list[Axis | None] = [None] * len(shape)
         rows = table.reshape(table.shape[0], -1)
         axes[along] = Axis(0, context.cuts.from_indices(rows))
-        return Held(operand.root, shape, tuple(axes), known_numbers=table)
-    return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=table)
+        return Held(
+            root=operand.root, shape=shape, axes=tuple(axes), known_numbers=table
+        )
+    return Held(
+        root=NOWHERE, shape=shape, axes=(None,) * len(shape), known_numbers=table
+    )

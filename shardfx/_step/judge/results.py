@@ -67,7 +67,7 @@ def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
             axes.append(None)
         else:
             axes.append(Axis(dim, cut))
-    return Held(array.view.root, shape, tuple(axes))
+    return Held(root=array.view.root, shape=shape, axes=tuple(axes))
 
 
 def required_view(held: Held, array: Global) -> View:

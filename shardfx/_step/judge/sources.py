@@ -26,9 +26,11 @@ def source(context: Context, instruction: Instruction) -> Held:
     shape = array.shape
     devices = context.devices
     if instruction.opcode == "partition-id":
-        return Held(NOWHERE, (), (), known_numbers=np.arange(devices))
+        return Held(root=NOWHERE, shape=(), axes=(), known_numbers=np.arange(devices))
     if instruction.opcode == "replica-id":
-        return Held(NOWHERE, (), (), known_numbers=np.zeros(devices, np.int64))
+        return Held(
+            root=NOWHERE, shape=(), axes=(), known_numbers=np.zeros(devices, np.int64)
+        )
     if instruction.opcode == "iota":
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
@@ -60,7 +62,9 @@ def without_row_of_iota(context: Context, held: Held) -> Held:
     if held.known_numbers is None:
         raise Unjudged("a row of an iota without its dimension")
     axes = (None,) * len(held.shape)
-    return Held(NOWHERE, held.shape, axes, known_numbers=held.known_numbers)
+    return Held(
+        root=NOWHERE, shape=held.shape, axes=axes, known_numbers=held.known_numbers
+    )
 
 
 def _constant(

@@ -59,7 +59,9 @@ def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
     if operand.root == NOWHERE and operand.idiom is None:
         if table is None:
             raise Unjudged("a reshape of numbers of one device's program")
-        return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=table)
+        return Held(
+            root=NOWHERE, shape=shape, axes=(None,) * len(shape), known_numbers=table
+        )
     if operand.idiom is None:
         held = _global_reshape(context, instruction, operand, shape)
         if held is not None:
@@ -170,7 +172,7 @@ def _global_reshape(
         held = _viewed(operand, shape, view_reshape)
         if held is not None:
             return held
-    form = Form(("reshape", operand.root, dims), (), ())
+    form = Form(key=("reshape", operand.root, dims), dims=(), kept=())
     for value_number in candidates(context, form, instruction):
         node = context.values.nodes[value_number]
         held = _fitted(

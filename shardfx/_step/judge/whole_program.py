@@ -69,7 +69,12 @@ def read_whole(module: HloModule) -> WholeProgram:
     arguments = [parameters.get(number) for number in range(len(parameters))]
     result = reader.run(module.entry, arguments)
     results = tuple(_leaves(result))
-    return WholeProgram(reader.values, parameters, results, root_of(entry))
+    return WholeProgram(
+        values=reader.values,
+        parameters=parameters,
+        results=results,
+        root=root_of(entry),
+    )
 
 
 def shape_of(result: str) -> tuple[int, ...]:
@@ -112,7 +117,7 @@ class _Reader:
         """
         shape = shape_of(instruction.result) if shape is None else shape
         dims = tuple(range(len(shape)))
-        form = Form(key, dims, dims)
+        form = Form(key=key, dims=dims, kept=dims)
         return self.array_of_form(form, instruction, shape, operands)
 
     def array_of_form(
@@ -241,7 +246,9 @@ class _Reader:
                 # taken to change along all of its dimensions.
                 all_dims = tuple(range(rank))
                 result_form = Form(
-                    (*form.key, result_number, result_shape), all_dims, all_dims
+                    key=(*form.key, result_number, result_shape),
+                    dims=all_dims,
+                    kept=all_dims,
                 )
             results.append(
                 self.array_of_form(
@@ -268,7 +275,7 @@ class _Reader:
             return Global(view, shape)
         key = ("reshape", operand.view.root, without_none(operand.view.dims))
         all_dims = tuple(range(len(shape)))
-        form = Form(key, _changing(operand, shape), all_dims)
+        form = Form(key=key, dims=_changing(operand, shape), kept=all_dims)
         return self.array_of_form(form, instruction, shape, (operand,))
 
     def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
@@ -382,7 +389,7 @@ class _Reader:
         self.values.manual_bodies.add(name)
         call_number = len(self.values.manual_calls)
         digests = manual.result_digests(self.module, name)
-        call = ManualCall(digests, tuple(operand_shards), {})
+        call = ManualCall(digests=digests, operands=tuple(operand_shards), results={})
         self.values.manual_calls.append(call)
         results: list[Global] = []
         for result_number, result_array in enumerate(arrays_in(instruction.result)):
@@ -409,12 +416,18 @@ class _Reader:
         key = ("manual part", array.view, sharding_before, sharding_after)
         result = self.array_of_key(key, instruction, operands=(array,))
         if manual.is_out_of_shards(instruction):
-            outside = PartlyManual(result, sharding_after, sharding_before)
+            outside = PartlyManual(
+                array=result,
+                array_sharding=sharding_after,
+                part_sharding=sharding_before,
+            )
             results = self.values.partly_manual_results
             results.setdefault(array, set()).add(outside)
         else:
             self.outside_of_part[result] = PartlyManual(
-                array, sharding_before, sharding_after
+                array=array,
+                array_sharding=sharding_before,
+                part_sharding=sharding_after,
             )
         return result
 

@@ -68,7 +68,7 @@ def list_schedule(
     have the most readers. An operation that reads no result of these operations, such
     as the all-gather of a weight, runs right before its first reader.
     """
-    return _Scheduler(reads, makes, bytes_of).order()
+    return _Scheduler(reads=reads, makes=makes, bytes_of=bytes_of).order()
 
 
 class _Priority(NamedTuple):

@@ -289,7 +289,11 @@ class PolicySearch:
             return self.shard_bytes.get((key.line, key.shape, key.dtype), typed)
 
         regions = [recomputation_of(placed, bytes_of) for placed in self.placed]
-        return Costs(tuple(regions), self.chip, self.plain_step.mesh.size)
+        return Costs(
+            recomputations=tuple(regions),
+            chip=self.chip,
+            devices=self.plain_step.mesh.size,
+        )
 
     @ft.cached_property
     def plain_step(self) -> Step:

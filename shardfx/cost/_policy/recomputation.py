@@ -109,10 +109,14 @@ def recomputation_of(
         if key is not None:
             bytes_by_key[key] = bytes_of(key, equation.outvars[0].aval)
         operands = tuple(filter(is_var, equation.invars))
-        source = _Source(position, key, work_of(equation), operands)
+        source = _Source(
+            position=position, key=key, work=work_of(equation), operands=operands
+        )
         sources.update(dict.fromkeys(equation.outvars, source))
     needed = tuple(filter(is_var, residuals.outvars))
-    return Recomputation(placed, needed, sources, bytes_by_key)
+    return Recomputation(
+        placed=placed, needed=needed, sources=sources, bytes_by_key=bytes_by_key
+    )
 
 
 def _residuals(placed: Placed) -> jex.Jaxpr:

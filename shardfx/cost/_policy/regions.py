@@ -147,7 +147,7 @@ class Program(NamedTuple):
             # Whether each input of the part is differentiated.
             flags = [is_var(atom) and atom in reached for atom in part.invars]
             if isinstance(part, Region):
-                yield Placed(part, run_count, tuple(flags))
+                yield Placed(region=part, run_count=run_count, active=tuple(flags))
             elif isinstance(part, Loop):
                 # A carried value is if the one that the loop returns is. A scan's inputs
                 # are its constants, its carried values and its slices.
@@ -316,7 +316,14 @@ def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
         if is_loop:
             inner, _ = opened(equation.params["jaxpr"])
             body = _program(inner, is_body=True)
-            parts.append(Loop(equation.invars, equation.outvars, equation, body))
+            parts.append(
+                Loop(
+                    invars=equation.invars,
+                    outvars=equation.outvars,
+                    scan=equation,
+                    body=body,
+                )
+            )
         else:
             parts.append(equation)
     end_stretch()
