@@ -2,6 +2,8 @@
 named and searched like their plain forms.
 """
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import AxisType, NamedSharding, reshard
+from models import f32
 
 import shardfx as sfx
 from shardfx.auto import auto_axes, constrain_step, name_axes, search
@@ -49,13 +52,11 @@ def typed_step(params, x):
 
 def arguments():
     rng = np.random.default_rng(0)
-    shapes = {"up": (16, 64), "down": (64, 16)}
-    params = {
-        name: jnp.asarray(rng.normal(size=shape) * 0.1, jnp.float32)
-        for name, shape in shapes.items()
-    }
-    array = rng.normal(size=(8, 16))
-    return params, jnp.asarray(array, jnp.float32)
+    up = rng.normal(size=(16, 64)) * 0.1
+    down = rng.normal(size=(64, 16)) * 0.1
+    x = rng.normal(size=(8, 16))
+    params = {"up": jnp.asarray(up, "float32"), "down": jnp.asarray(down, "float32")}
+    return params, jnp.asarray(x, "float32")
 
 
 def mesh_of(kind):
@@ -64,95 +65,124 @@ def mesh_of(kind):
 
 def planned(args, mesh):
     names = name_axes(step, *arguments()).names
-    return tuple(
-        sfx.plan(arg, mesh, names=tree, axes=RULES)
-        for arg, tree in zip(args, names, strict=True)
-    )
+    plans = []
+    for arg, tree in zip(args, names, strict=True):
+        plans.append(sfx.plan(arg, mesh, names=tree, axes=RULES))
+    return tuple(plans)
+
+
+def spec_of(array):
+    return jax.typeof(array).sharding.spec
+
+
+class Run(NamedTuple):
+    """The results of a constrained step, the plan of the parameters, and the bytes that
+    the step sends.
+    """
+
+    params: Any
+    value: Any
+    plan: sfx.ShardPlan
+    wire_bytes: int
 
 
 @pytest.fixture(scope="module")
 def auto():
-    """The results of the constrained step on Auto axes, and the bytes that it sends."""
+    """The constrained step on Auto axes."""
     return run(step, mesh_of(AxisType.Auto))
 
 
 def run(step, mesh):
     args = arguments()
-    plans = planned(args, mesh)
-    placed = tuple(map(sfx.shard, args, plans))
-    out_shardings = (plans[0].shardings, NamedSharding(mesh, P()))
-    jitted = jax.jit(
-        constrain_step(step, mesh, RULES),
-        out_shardings=out_shardings,
-    )
+    plan, batch_plan = planned(args, mesh)
+    placed = [sfx.shard(args[0], plan), sfx.shard(args[1], batch_plan)]
+    constrained = constrain_step(step, mesh, RULES)
+    replicated = NamedSharding(mesh, P())
+    jitted = jax.jit(constrained, out_shardings=(plan.shardings, replicated))
     compiled = jitted.lower(*placed).compile()
-    sent = sfx.cost.traffic(compiled, mesh)
-    return compiled(*placed), sent.wire_bytes, plans[0]
+    params, value = compiled(*placed)
+    traffic = sfx.cost.traffic(compiled, mesh)
+    return Run(params=params, value=value, plan=plan, wire_bytes=traffic.wire_bytes)
 
 
 @pytest.mark.parametrize("form", [step, typed_step], ids=["plain", "typed"])
 def test_a_constrained_step_is_that_of_auto_axes(form, auto):
-    mesh = mesh_of(AxisType.Explicit)
-    (params, value), sent, plan = run(form, mesh)
-    (expected, expected_value), expected_sent, _ = auto
-    assert sent == expected_sent > 0
-    assert not sfx.misplaced(params, plan)
-    for name, array in params.items():
-        assert jax.typeof(array).sharding.spec == plan[name].spec
-        np.testing.assert_allclose(array, expected[name], rtol=1e-6)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    explicit = run(form, mesh_of(AxisType.Explicit))
+    assert explicit.wire_bytes == auto.wire_bytes > 0
+    assert not sfx.misplaced(explicit.params, explicit.plan)
+    for name, array in explicit.params.items():
+        assert spec_of(array) == explicit.plan[name].spec
+        np.testing.assert_allclose(array, auto.params[name], rtol=1e-6)
+    np.testing.assert_allclose(explicit.value, auto.value, rtol=1e-6)
 
 
-@pytest.mark.parametrize("operation", ["lookup", "pooling", "reduction"])
-def test_functions_of_two_elements_have_no_shardings(operation):
+def looked_up(params, x):
+    return params["embed"][x.astype(int)]
+
+
+def pooled(params, x):
+    def add(a, b):
+        return a + b + 1
+
+    y = x @ params["embed"]
+    return jax.lax.reduce_window(y, 0.0, add, (2, 2), (2, 2), "SAME")
+
+
+def reduced(params, x):
+    def add(a, b):
+        return a + b + a * b
+
+    y = x @ params["embed"]
+    return jax.lax.reduce(y, 0.0, add, (1,))
+
+
+@pytest.mark.parametrize("layer", [looked_up, pooled, reduced])
+def test_functions_of_two_elements_have_no_shardings(layer):
     """XLA partitions a sum by the function that adds two elements, and knows it only
     without shardings: it would gather what a lookup's derivative adds to a table.
     """
 
     def loss(params, x):
-        if operation == "lookup":
-            out = params["embed"][x.astype(int)]
-        elif operation == "pooling":
-            out = jax.lax.reduce_window(
-                x @ params["embed"], 0.0, lambda a, b: a + b + 1, (2, 2), (2, 2), "SAME"
-            )
-        else:
-            out = jax.lax.reduce(
-                x @ params["embed"], 0.0, lambda a, b: a + b + a * b, (1,)
-            )
-        return jnp.mean(out**2)
+        return jnp.mean(layer(params, x) ** 2)
 
     def step(params, x):
-        if operation == "lookup":
+        if layer is looked_up:
             grads = jax.grad(loss)(params, x)
             return descended(params, grads)
         return params, loss(params, x)
 
-    args = {"embed": jnp.ones((64, 32))}, jnp.ones((16, 64))
+    params = {"embed": jnp.ones((64, 32))}
+    x = jnp.ones((16, 64))
     rules = sfx.AxisRules([("batch", "data")])
-    sent = {}
+    bytes_by_kind = {}
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = mesh_of(kind)
-        shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        placed = tuple(map(jax.device_put, args, shardings))
-        lowered = jax.jit(constrain_step(step, mesh, rules)).lower(*placed)
+        placed_params = jax.device_put(params, NamedSharding(mesh, P()))
+        placed_x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        jitted = jax.jit(constrain_step(step, mesh, rules))
+        lowered = jitted.lower(placed_params, placed_x)
         assert '"data"=1' not in lowered.as_text()
-        sent[kind] = sfx.cost.traffic(lowered.compile(), mesh).wire_bytes
-    assert sent[AxisType.Explicit] == sent[AxisType.Auto]
+        traffic = sfx.cost.traffic(lowered.compile(), mesh)
+        bytes_by_kind[kind] = traffic.wire_bytes
+    assert bytes_by_kind[AxisType.Explicit] == bytes_by_kind[AxisType.Auto]
 
 
 def test_results_are_typed_without_out_shardings():
     """The plain step has no type on these axes."""
+
+    def step_and_hidden(params, x):
+        stepped, value = step(params, x)
+        return stepped, value, x @ params["up"]
+
     mesh = mesh_of(AxisType.Explicit)
-    args = arguments()
-    plans = planned(args, mesh)
-    structs = tuple(plan.structs for plan in plans)
+    plan, batch_plan = planned(arguments(), mesh)
+    structs = (plan.structs, batch_plan.structs)
     with pytest.raises(Exception, match="ambiguous"):
         jax.eval_shape(step, *structs)
-    typed = constrain_step(lambda p, x: (*step(p, x), x @ p["up"]), mesh, RULES)
+    typed = constrain_step(step_and_hidden, mesh, RULES)
     params, value, hidden = jax.eval_shape(typed, *structs)
     for name, struct in params.items():
-        assert struct.sharding.spec == plans[0][name].spec
+        assert struct.sharding.spec == plan[name].spec
     assert value.sharding.spec == P()
     assert hidden.sharding.spec == P("data", "tensor")
 
@@ -168,18 +198,15 @@ def test_a_typed_step_is_named_as_the_plain_one():
 
 
 def test_a_search_answers_alike_and_sees_the_donation():
-    struct = jax.ShapeDtypeStruct
-    params = {"up": struct((64, 256), "float32"), "down": struct((256, 64), "float32")}
-    args = params, struct((64, 64), "float32")
-    options = {
-        "devices": 2,
-        "chip": "v5e",
-        "keep": 5,
-        "effort": "least",
-    }
-    plain = search(jax.jit(step, donate_argnums=0), *args, **options)
+    args = ({"up": f32(64, 256), "down": f32(256, 64)}, f32(64, 64))
+
+    def found(step):
+        jitted = jax.jit(step, donate_argnums=0)
+        return search(jitted, *args, devices=2, chip="v5e", keep=5, effort="least")
+
+    plain = found(step)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        typed = search(jax.jit(typed_step, donate_argnums=0), *args, **options)
+        typed = found(typed_step)
     assert typed[0].donated == (0,)
     for candidate, other in zip(typed, plain, strict=True):
         assert candidate.mesh == other.mesh
@@ -222,13 +249,15 @@ def test_a_function_on_auto_axes_is_typed_and_differentiated(kind):
 
     placed_params = sfx.shard(params, plan)
     placed_x = sfx.shard(x, batch_plan)
-    result = sfx.filter_jit(typed)(placed_x, placed_params, scale=2)
+    jitted = sfx.filter_jit(typed)
+    result = jitted(placed_x, placed_params, scale=2)
     assert result["name"] == "block"
     specs = sfx.specs_of(result)
     assert specs["y"] == P("data")
     assert specs["hidden"] == P("data", "tensor")
     gradient = jax.grad(lambda params, x: value(params, x, typed))
-    grads = jax.jit(gradient)(placed_params, placed_x)
+    jitted_gradient = jax.jit(gradient)
+    grads = jitted_gradient(placed_params, placed_x)
     expected_grads = jax.grad(value)(params, x, block)
     for name, expected in expected_grads.items():
         np.testing.assert_allclose(grads[name], expected, rtol=1e-5, atol=1e-6)
@@ -241,9 +270,10 @@ def test_specs_in_place_of_names_are_corrected_to_the_shape():
     params, x = arguments()
     plan, batch_plan = planned((params, x), mesh)
     typed = auto_axes(lambda x: (x, x[:3]), plan, out=P("data", "tensor"))
-    whole, odd = jax.jit(typed)(sfx.shard(x, batch_plan))
-    assert jax.typeof(whole).sharding.spec == P("data", "tensor")
-    assert jax.typeof(odd).sharding.spec == P(None, "tensor")
+    jitted = jax.jit(typed)
+    whole, odd = jitted(sfx.shard(x, batch_plan))
+    assert spec_of(whole) == P("data", "tensor")
+    assert spec_of(odd) == P(None, "tensor")
 
 
 def test_names_of_results_are_checked():
@@ -285,22 +315,25 @@ def with_constants(params, x):
 
 def test_constants_are_computed_while_a_step_is_traced():
     mesh = mesh_of(AxisType.Explicit)
-    args = arguments()
-    plans = planned(args, mesh)
-    placed = tuple(map(sfx.shard, args, plans))
-    out = (plans[0].specs, P())
+    params, x = arguments()
+    plan, batch_plan = planned((params, x), mesh)
+    placed_params = sfx.shard(params, plan)
+    placed_x = sfx.shard(x, batch_plan)
+    _, expected = with_constants(params, x)
     for typed in (
         constrain_step(with_constants, mesh, RULES),
-        auto_axes(with_constants, plans[0], out=out),
+        auto_axes(with_constants, plan, out=(plan.specs, P())),
     ):
-        params, value = sfx.filter_jit(typed)(*placed)
-        assert not sfx.misplaced(params, plans[0])
-        np.testing.assert_allclose(value, with_constants(*args)[1], rtol=1e-6)
+        jitted = sfx.filter_jit(typed)
+        stepped, value = jitted(placed_params, placed_x)
+        assert not sfx.misplaced(stepped, plan)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(
-            sfx.testing.unsharded(with_constants)(*args)[1], value, rtol=1e-6
-        )
-        assert name_axes(with_constants, *args)["mlp"].size == 64
+        on_one_device = sfx.testing.unsharded(with_constants)
+        _, value = on_one_device(params, x)
+        axes = name_axes(with_constants, params, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert axes["mlp"].size == 64
 
 
 def with_compared_types(params, x):
@@ -315,32 +348,32 @@ def with_compared_types(params, x):
 @pytest.mark.parametrize("form", ["constrain_step", "auto_axes"])
 def test_a_step_may_compare_structs(form):
     mesh = mesh_of(AxisType.Explicit)
-    plans = planned(arguments(), mesh)
-    structs = tuple(plan.structs for plan in plans)
+    plan, batch_plan = planned(arguments(), mesh)
+    structs = (plan.structs, batch_plan.structs)
     with pytest.raises(ValueError, match="do not match"):
         jax.eval_shape(with_compared_types, *structs)
     if form == "constrain_step":
         typed = constrain_step(with_compared_types, mesh, RULES)
     else:
-        typed = auto_axes(with_compared_types, plans[0], out=(plans[0].specs, P()))
+        typed = auto_axes(with_compared_types, plan, out=(plan.specs, P()))
     params, value = jax.eval_shape(typed, *structs)
-    assert sfx.specs_of(params) == plans[0].specs and value.shape == ()
+    assert sfx.specs_of(params) == plan.specs
+    assert value.shape == ()
 
 
 def test_errors_of_a_step_are_raised_as_they_are():
     mesh = mesh_of(AxisType.Explicit)
-    plans = planned(arguments(), mesh)
-    structs = tuple(plan.structs for plan in plans)
+    plan, batch_plan = planned(arguments(), mesh)
 
     def failing(params, x):
         raise ValueError("a mistake of the step")
 
     for typed in (
         constrain_step(failing, mesh, RULES),
-        auto_axes(failing, plans[0], out=P()),
+        auto_axes(failing, plan, out=P()),
     ):
         with pytest.raises(ValueError, match="a mistake of the step"):
-            jax.eval_shape(typed, *structs)
+            jax.eval_shape(typed, plan.structs, batch_plan.structs)
 
 
 def typed_layers(params, x):
@@ -373,36 +406,50 @@ def test_a_step_without_its_shardings_is_the_plain_program():
     with jax.set_mesh(mesh):
         plain = without_shardings(gradient, (stacked, x), mesh.abstract_mesh)
     typed_program = jax.make_jaxpr(plain.step)(*plain.args)
-    expected = jax.make_jaxpr(jax.grad(layers))(stacked, x)
-    assert stored(typed_program) == stored(expected) != []
+    expected_program = jax.make_jaxpr(jax.grad(layers))(stacked, x)
+    typed_loops = loops_of(typed_program)
+    assert typed_loops == loops_of(expected_program)
+    assert typed_loops
 
 
-def stored(program):
-    """The types of what each loop of a program returns, and the calls in the loop."""
-    used = {id(variable) for variable in program.jaxpr.outvars}
+class Loop(NamedTuple):
+    """The types of what a loop returns, and the functions that it calls."""
+
+    types: list[str]
+    calls: list[str]
+
+
+def loops_of(program):
+    used = set(map(id, program.jaxpr.outvars))
     for equation in program.eqns:
         used.update(map(id, equation.invars))
     loops = []
     for equation in program.eqns:
-        if equation.primitive.name == "scan":
-            # From JAX 0.11 on, a loop keeps the results that nothing uses.
-            is_exact = "num_carry" in equation.params
-            types = []
-            for var in equation.outvars:
-                if is_exact or id(var) in used:
-                    types.append(str(var.aval))
-            body = equation.params["jaxpr"].eqns
-            calls = [inner.params["name"] for inner in body if "name" in inner.params]
-            loops.append((types, calls))
+        if equation.primitive.name != "scan":
+            continue
+        # From JAX 0.11 on, a loop keeps the results that nothing uses.
+        is_exact = "num_carry" in equation.params
+        loop = Loop(types=[], calls=[])
+        for result in equation.outvars:
+            if is_exact or id(result) in used:
+                loop.types.append(str(result.aval))
+        for inner in equation.params["jaxpr"].eqns:
+            if "name" in inner.params:
+                loop.calls.append(inner.params["name"])
+        loops.append(loop)
     return loops
 
 
 @pytest.mark.parametrize("sizes", [{"x": 2, "y": 2}, {"data": 1, "tensor": 4}])
 def test_arguments_on_another_mesh_are_refused(sizes: dict[str, int]):
     """No axis of the rules was one of theirs, and nothing was constrained."""
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-    args = jax.device_put(arguments(), NamedSharding(mesh, P()))
+    other_mesh = jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Explicit, AxisType.Explicit),
+    )
+    args = jax.device_put(arguments(), NamedSharding(other_mesh, P()))
     constrained = constrain_step(step, mesh_of(AxisType.Explicit), RULES)
+    jitted = jax.jit(constrained)
     with pytest.raises(MeshError, match="the rules find no axis 'data' of size 2"):
-        jax.jit(constrained)(*args)
+        jitted(*args)

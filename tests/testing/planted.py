@@ -16,44 +16,50 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
-class Planted(NamedTuple):
-    """A body, the shapes and specs of what it takes, and the specs of what it returns.
-
-    An int behind a spec makes whole numbers below it.
+class Argument(NamedTuple):
+    """The shape and the spec of an array: of whole numbers below `limit`, or of floats
+    without one.
     """
 
+    shape: tuple[int, ...]
+    spec: P
+    limit: int | None = None
+
+
+class Planted(NamedTuple):
+    """A body, what it takes, and the specs of what it returns."""
+
     body: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[Argument, ...]
     out: Any
 
     @property
     def lines(self) -> set[int]:
         """The lines of the mistake."""
-        source, first = inspect.getsourcelines(self.body)
-        numbered = enumerate(source, first)
-        return {number for number, line in numbered if "# wrong" in line}
+        source, first_number = inspect.getsourcelines(self.body)
+        numbered_lines = enumerate(source, first_number)
+        return {number for number, line in numbered_lines if "# wrong" in line}
 
     def make(self, mesh: Mesh, wrong: bool) -> Callable[..., Any]:
         """The step on a mesh."""
-        specs = tuple(spec for _, spec, *_ in self.args)
-        body = ft.partial(self.body, wrong)
         return jax.shard_map(
-            body,
+            ft.partial(self.body, wrong),
             mesh=mesh,
-            in_specs=specs,
+            in_specs=tuple(arg.spec for arg in self.args),
             out_specs=self.out,
             check_vma=False,
         )
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         placed = []
-        for number, (shape, spec, *high) in enumerate(self.args):
+        for number, arg in enumerate(self.args):
             key = jax.random.key(number)
-            if high:
-                array = jax.random.randint(key, shape, 0, high[0])
+            if arg.limit is None:
+                array = jax.random.normal(key, arg.shape)
             else:
-                array = jax.random.normal(key, shape)
-            placed.append(jax.device_put(array, NamedSharding(mesh, spec)))
+                array = jax.random.randint(key, arg.shape, 0, arg.limit)
+            sharding = NamedSharding(mesh, arg.spec)
+            placed.append(jax.device_put(array, sharding))
         return placed
 
 
@@ -67,35 +73,40 @@ def in_bfloat16(array: jax.Array) -> jax.Array:
 PLANTED: dict[str, Planted] = {}
 
 
-def planted(*args: Any, out: Any) -> Callable[[Any], Any]:
-    def kept(body):
+def planted(*args: Argument, out: Any) -> Callable[[Any], Any]:
+    def registered(body):
         PLANTED[body.__name__] = Planted(body=body, args=args, out=out)
         return body
 
-    return kept
+    return registered
 
 
 def neighbours(axis: str, by: int = 1, turn: bool = True) -> list[tuple[int, int]]:
     """The pairs of a permute along an axis: around it, or without its ends."""
     size = lax.axis_size(axis)
-    pairs = [(sender, sender + by) for sender in range(size)]
-    if turn:
-        return [(sender, receiver % size) for sender, receiver in pairs]
-    return [(sender, receiver) for sender, receiver in pairs if 0 <= receiver < size]
+    pairs = []
+    for sender in range(size):
+        receiver = sender + by
+        if turn:
+            receiver %= size
+        if 0 <= receiver < size:
+            pairs.append((sender, receiver))
+    return pairs
 
 
-ROWS = ((8, 6), P("d"))
-CUT = ((8, 8), P("d", "t"))
-MLP = ROWS, ((6, 8), P(None, "t")), ((8, 6), P("t"))
-SEQUENCE = ((4, 16, 6), P("d", "t"))
-WHOLE = ((4, 16, 6), P("d"))
-WEIGHT = ((6, 3), P())
+ROWS = Argument((8, 6), P("d"))
+CUT = Argument((8, 8), P("d", "t"))
+UP = Argument((6, 8), P(None, "t"))
+DOWN = Argument((8, 6), P("t"))
+SEQUENCE = Argument((4, 16, 6), P("d", "t"))
+WHOLE = Argument((4, 16, 6), P("d"))
+WEIGHT = Argument((6, 3), P())
 
 
 # Sums
 
 
-@planted(*MLP, out=P("d"))
+@planted(ROWS, UP, DOWN, out=P("d"))
 def sum_left_out(wrong, x, w1, w2):
     h = jax.nn.relu(x @ w1)
     y = h @ w2  # wrong
@@ -104,7 +115,7 @@ def sum_left_out(wrong, x, w1, w2):
     return lax.psum(y, "t")
 
 
-@planted(*MLP, out=(P(), (P(None, "t"), P("t"))))
+@planted(ROWS, UP, DOWN, out=(P(), (P(None, "t"), P("t"))))
 def sum_left_out_of_training(wrong, x, *weights):
     def loss(weights):
         w1, w2 = weights
@@ -115,12 +126,15 @@ def sum_left_out_of_training(wrong, x, *weights):
         return total / lax.axis_size("t")
 
     value, gradients = jax.value_and_grad(loss)(weights)  # wrong
-    step = lambda w, g: w - 0.1 * lax.psum(g, "d")
-    weights = jax.tree.map(step, weights, gradients)
+
+    def descended(weight, gradient):
+        return weight - 0.1 * lax.psum(gradient, "d")
+
+    weights = jax.tree.map(descended, weights, gradients)
     return lax.psum(value, ("d", "t")), weights
 
 
-@planted(*MLP, out=P("d"))
+@planted(ROWS, UP, DOWN, out=P("d"))
 def sum_doubled(wrong, x, w1, w2):
     y = lax.psum(jax.nn.relu(x @ w1) @ w2, "t")
     if wrong:
@@ -128,7 +142,7 @@ def sum_doubled(wrong, x, w1, w2):
     return y
 
 
-@planted(((8, 6), P()), *MLP[1:], out=P())
+@planted(Argument((8, 6), P()), UP, DOWN, out=P())
 def sum_over_the_wrong_axis(wrong, x, w1, w2):
     y = jax.nn.relu(x @ w1) @ w2
     if wrong:
@@ -136,7 +150,7 @@ def sum_over_the_wrong_axis(wrong, x, w1, w2):
     return lax.psum(y, "t")
 
 
-@planted(*MLP, ((6,), P()), out=P("d"))
+@planted(ROWS, UP, DOWN, Argument((6,), P()), out=P("d"))
 def bias_added_by_every_device(wrong, x, w1, w2, bias):
     y = jax.nn.relu(x @ w1) @ w2
     if wrong:
@@ -144,7 +158,7 @@ def bias_added_by_every_device(wrong, x, w1, w2, bias):
     return lax.psum(y, "t") + bias
 
 
-@planted(*MLP, out=P("d"))
+@planted(ROWS, UP, DOWN, out=P("d"))
 def sum_left_out_in_a_loop(wrong, x, w1, w2):
     def layer(x, _):
         y = jnp.tanh(x @ w1) @ w2  # wrong
@@ -152,10 +166,11 @@ def sum_left_out_in_a_loop(wrong, x, w1, w2):
             y = lax.psum(y, "t")
         return jnp.sin(x + y), None
 
-    return lax.scan(layer, x, None, length=3)[0]
+    result, _ = lax.scan(layer, x, None, length=3)
+    return result
 
 
-@planted(*MLP, out=P("d"))
+@planted(ROWS, UP, DOWN, out=P("d"))
 def residual_inside_the_sum(wrong, x, w1, w2):
     def layer(x, _):
         y = jax.nn.silu(x @ w1) @ w2
@@ -168,9 +183,9 @@ def residual_inside_the_sum(wrong, x, w1, w2):
 
 
 @planted(
-    ((8, 12), P("d")),
-    ((12, 8), P(None, "t")),
-    ((8, 24), P("t")),
+    Argument((8, 12), P("d")),
+    Argument((12, 8), P(None, "t")),
+    Argument((8, 24), P("t")),
     out=P("d"),
 )
 def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
@@ -189,7 +204,7 @@ def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
     return result
 
 
-@planted(*MLP, ROWS, out=(P("d"), P("d")))
+@planted(ROWS, UP, DOWN, ROWS, out=(P("d"), P("d")))
 def backward_without_its_sum(wrong, x, w1, w2, g):
     @jax.custom_vjp
     def copied(x):
@@ -202,10 +217,11 @@ def backward_without_its_sum(wrong, x, w1, w2, g):
 
     copied.defvjp(lambda x: (x, None), back)
     y, pull = jax.vjp(lambda x: jnp.tanh(copied(x) @ w1) @ w2, x)  # wrong
-    return lax.psum(y, "t"), pull(g)[0]  # wrong
+    (pulled,) = pull(g)  # wrong
+    return lax.psum(y, "t"), pulled
 
 
-@planted(((16, 8), P("d")), ((8, 8), P("d")), out=(P(), P("d")))
+@planted(Argument((16, 8), P("d")), Argument((8, 8), P("d")), out=(P(), P("d")))
 def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
     @jax.custom_vjp
     def whole(w):
@@ -235,7 +251,7 @@ def gradients_not_summed(wrong, w, x):
     return w - 0.1 * g  # wrong
 
 
-@planted(WEIGHT, ((4, 8, 6), P(None, "d")), out=P())
+@planted(WEIGHT, Argument((4, 8, 6), P(None, "d")), out=P())
 def gradients_summed_in_each_turn(wrong, w, xs):
     def turn(total, x):
         total = total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -249,7 +265,7 @@ def gradients_summed_in_each_turn(wrong, w, xs):
     return total / xs.shape[0]  # wrong
 
 
-@planted(ROWS, ((8,), P("d"), 2), out=P())
+@planted(ROWS, Argument((8,), P("d"), limit=2), out=P())
 def mean_of_means(wrong, x, mask):
     total = jnp.sum(x * mask[:, None])
     count = jnp.sum(mask) + 1 / lax.axis_size("d")
@@ -292,7 +308,7 @@ def branch_on_a_local_value(wrong, g):
     return lax.cond(square > 9.0, lambda g: g / 2, lambda g: g, g)  # wrong
 
 
-@planted(CUT, ((8,), P("t")), out=P("t"))
+@planted(CUT, Argument((8,), P("t")), out=P("t"))
 def iteration_with_the_local_norm(wrong, a, v):
     def turn(carry):
         i, v = carry
@@ -311,7 +327,7 @@ def iteration_with_the_local_norm(wrong, a, v):
 # Positions
 
 
-@planted(((8, 16), P("d", "t")), ((8,), P("d"), 16), out=P())
+@planted(Argument((8, 16), P("d", "t")), Argument((8,), P("d"), limit=16), out=P())
 def labels_not_offset(wrong, logits, labels):
     size = logits.shape[1]
     if wrong:
@@ -325,7 +341,7 @@ def labels_not_offset(wrong, logits, labels):
     return lax.pmean(jnp.mean(losses), "d")
 
 
-@planted(((16, 6), P("t")), ((8,), P("d"), 16), out=P("d"))
+@planted(Argument((16, 6), P("t")), Argument((8,), P("d"), limit=16), out=P("d"))
 def embedding_of_foreign_rows(wrong, table, ids):
     size = table.shape[0]
     local = ids - lax.axis_index("t") * size
@@ -348,7 +364,7 @@ def mask_not_offset(wrong, q, kv):
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
 
 
-@planted(((16, 4), P(("d", "t"))), out=P(("d", "t")))
+@planted(Argument((16, 4), P(("d", "t"))), out=P(("d", "t")))
 def positions_counted_in_the_wrong_order(wrong, x):
     axes = ("t", "d") if wrong else ("d", "t")
     place = lax.axis_index(axes)  # wrong
@@ -356,7 +372,7 @@ def positions_counted_in_the_wrong_order(wrong, x):
     return x * jnp.sin(rows)[:, None]
 
 
-@planted(SEQUENCE, ((4, 16), P("d", "t"), 16), out=P())
+@planted(SEQUENCE, Argument((4, 16), P("d", "t"), limit=16), out=P())
 def labels_shifted_after_the_cut(wrong, x, tokens):
     logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
     following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
@@ -368,7 +384,7 @@ def labels_shifted_after_the_cut(wrong, x, tokens):
     return lax.pmean(jnp.mean(picked), ("d", "t"))
 
 
-@planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
+@planted(Argument((8, 4, 6), P("d")), Argument((4, 6, 6), P("t")), out=P("d"))
 def experts_not_offset(wrong, x, experts):
     if wrong:
         first = 0
@@ -379,7 +395,7 @@ def experts_not_offset(wrong, x, experts):
     return lax.psum(outputs, "t")  # wrong
 
 
-@planted(((8, 16), P("d", "t")), out=P("d", "t"))
+@planted(Argument((8, 16), P("d", "t")), out=P("d", "t"))
 def running_sum_of_parts(wrong, x):
     totals = lax.all_gather(x.sum(-1), "t")
     devices = jnp.arange(totals.shape[0])[:, None]
@@ -412,7 +428,7 @@ def border_that_turns_round(wrong, x):
     return smoothed(jnp.concatenate([before, x, right], 1))  # wrong
 
 
-@planted(((8, 8), P("t")), out=P())
+@planted(Argument((8, 8), P("t")), out=P())
 def ring_one_turn_short(wrong, x):
     def turn(carry, _):
         part, out = carry
@@ -433,7 +449,7 @@ def gathered_in_the_wrong_order(wrong, x):
     return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
 
 
-@planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))
+@planted(Argument((8, 8), P(None, "t")), Argument((8, 8), P("t")), out=P("t"))
 def scattered_along_the_wrong_dimension(wrong, x, w):
     dim = 1 if wrong else 0
     y = lax.psum_scatter(x @ w, "t", scatter_dimension=dim, tiled=True)  # wrong
@@ -441,7 +457,10 @@ def scattered_along_the_wrong_dimension(wrong, x, w):
 
 
 @planted(
-    ((16, 8), P(("d", "t"))), ((8, 8), P()), ((8, 8, 8), P("t")), out=P(("d", "t"))
+    Argument((16, 8), P(("d", "t"))),
+    Argument((8, 8), P()),
+    Argument((8, 8, 8), P("t")),
+    out=P(("d", "t")),
 )
 def experts_that_answer_in_another_order(wrong, x, router, experts):
     gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
