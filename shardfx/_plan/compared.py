@@ -20,8 +20,6 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     digests are equal. A line is such as "leaf `w`: spec is P('data',) in one, P() in
     the other". The leaves have the order of `a`.
     """
-    check_plan("a", a)
-    check_plan("b", b)
     if a.digest == b.digest:
         return ()
     lines = [*plan_lines(a, b)]

@@ -265,13 +265,11 @@ def tpu_partitioned(
     program: TpuProgram,
     slices: TpuSlice,
     order: Sequence[int],
-    *,
-    seconds: float = _SECONDS,
 ) -> str:
     """The HLO text of one device's program as libtpu's own partitioner leaves it, with
     all numbers of its constants. The arguments and errors are those of `tpu_texts`.
     """
-    request = _compilation(program, order, seconds) | {
+    request = _compilation(program, order, _SECONDS) | {
         "last": _PARTITIONED,
         "files": [_PARTITIONED],
         "passes": _PARTITIONER,

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._ground.errors import MeshError, ProgramError
@@ -35,10 +34,8 @@ _WORKER = Path(__file__).with_name("worker.py")
 def partitioned(
     module: bytes,
     devices: int,
-    options: Mapping[str, str] = MappingProxyType({}),
     *,
     finished: bool = False,
-    seconds: float = _SECONDS,
 ) -> str:
     """The HLO text of one device's program, as XLA's SPMD partitioner leaves it.
 
@@ -47,10 +44,8 @@ def partitioned(
     - `module`: StableHLO bytecode as JAX lowers it, with `devices` as its
       `mhlo.num_partitions`.
     - `devices`: the number of devices that run the program, at most 8,192.
-    - `options`: debug options of XLA, such as `xla_disable_hlo_passes`.
     - `finished`: whether to return the program after all passes of the CPU's compiler
       instead.
-    - `seconds`: the longest time that XLA may take.
 
     **Raises:**
 
@@ -60,8 +55,7 @@ def partitioned(
     dumped = _FINISHED if finished else _PARTITIONED
     request = {
         "devices": devices,
-        "options": dict(options),
-        "seconds": seconds,
+        "seconds": _SECONDS,
         "dumped": [dumped],
         "propagated": None,
     }
@@ -79,20 +73,13 @@ class Programs(NamedTuple):
     partitioned: str
 
 
-def programs(
-    module: bytes,
-    devices: int,
-    options: Mapping[str, str] = MappingProxyType({}),
-    *,
-    seconds: float = _SECONDS,
-) -> Programs:
+def programs(module: bytes, devices: int) -> Programs:
     """The program of a module before and after XLA's SPMD partitioner, with all numbers
     of its constants. The arguments and errors are those of `partitioned`.
     """
     request = {
         "devices": devices,
-        "options": dict(options),
-        "seconds": seconds,
+        "seconds": _SECONDS,
         "dumped": [_PARTITIONED, _WHOLE],
         "propagated": None,
     }
@@ -114,7 +101,6 @@ def propagated(
     asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
     request = {
         "devices": math.prod(mesh.values()),
-        "options": {},
         "seconds": _SECONDS,
         "dumped": [_UNPROPAGATED],
         "propagated": asked,

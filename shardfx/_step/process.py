@@ -44,7 +44,7 @@ class Worker:
 
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[list[bytes], str]:
         """The texts that answer a request about `module`, and an error text. `request`
-        has the entries that the process reads, such as "devices" and "options".
+        has the entries that the process reads, such as "devices" and "dumped".
         """
         source = self._process.stdout
         sink = self._process.stdin

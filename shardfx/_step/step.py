@@ -257,7 +257,6 @@ class Step:
         mesh: MeshSpec | None = None,
         arguments: Sequence[Dims | None] | None = None,
         results: Sequence[Dims | None] | None = None,
-        module: Module | None = None,
     ) -> Programs:
         """The step's program before and after XLA's partitioner. The arguments and
         errors are those of `Step.partitioned`.
@@ -268,7 +267,7 @@ class Step:
             mesh=mesh,
             arguments=arguments,
             results=results,
-            module=module,
+            module=None,
         )
         return programs(module_bytes, mesh.size)
 

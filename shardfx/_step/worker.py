@@ -89,7 +89,6 @@ def _answer(module: bytes, request: dict[str, Any]) -> tuple[list[bytes], str]:
     texts, error = partitioned(
         module=module,
         devices=request["devices"],
-        options=request["options"],
         seconds=request["seconds"],
         dumped=request["dumped"],
     )
@@ -115,14 +114,13 @@ def _shardy() -> types.ModuleType:
 def partitioned(
     module: bytes,
     devices: int,
-    options: dict[str, str],
     seconds: float,
     dumped: list[str],
 ) -> tuple[list[bytes], str]:
     """The texts of the program at the stages `dumped` of one pass of XLA's pipeline,
     such as "after_spmd-partitioning", and an error text. One of them is empty. If
-    there are several stages, all numbers of constants are in the texts. `options` are
-    XLA's debug options. XLA may take at most `seconds`.
+    there are several stages, all numbers of constants are in the texts. XLA may take at
+    most `seconds`.
     """
     for name in set(_ROUTINES.findall(module)):
         _register(name.decode())
@@ -139,7 +137,7 @@ def partitioned(
                     "xla_dump_hlo_as_text": True,
                     "xla_dump_hlo_as_proto": True,
                 }
-            _compile(module, devices, {**settings, **_OPTIONS, **options}, child_pipe)
+            _compile(module, devices, settings | _OPTIONS, child_pipe)
         os.close(child_pipe)
         try:
             texts = []

@@ -19,6 +19,10 @@ from ._classes import Classes, LogicalAxis
 from ._namer import named_classes
 
 
+# How many places and operations of an axis a table shows.
+_MOST_LISTED = 4
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedAxis:
     """A logical axis: dimensions of a step's arguments that must be sharded alike.
@@ -243,9 +247,9 @@ def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
     return tuple(joins)
 
 
-def _first_few(texts: Sequence[str], most: int = 4) -> str:
-    """The first `most` texts as a list, with the number of the others."""
-    listed = ", ".join(texts[:most])
-    if len(texts) <= most:
+def _first_few(texts: Sequence[str]) -> str:
+    """The first texts as a list, with the number of the others."""
+    listed = ", ".join(texts[:_MOST_LISTED])
+    if len(texts) <= _MOST_LISTED:
         return listed
-    return f"{listed}, and {len(texts) - most} more"
+    return f"{listed}, and {len(texts) - _MOST_LISTED} more"

@@ -20,9 +20,9 @@ from safetensors.numpy import load
 
 import shardfx
 from shardfx import PathRules, checkpoint
-from shardfx.__main__ import main
 from shardfx.checkpoint import _object_saves as saving
 from shardfx.errors import CheckpointError
+from tests.cli.commands import run
 
 
 INDEX = "model.safetensors.index.json"
@@ -425,10 +425,10 @@ def test_the_command_line_takes_addresses(s3, mesh, capsys):
     source = s3.place("cli/from")
     target = s3.place("cli/to")
     checkpoint.save(source, {"w": tree["w"]})
-    assert main(["convert", source, target]) == 0
+    assert run("convert", source, target) == 0
     loaded = checkpoint.load(target, {"w": tree["w"]})["w"]
     assert np.array_equal(loaded, tree["w"])
-    assert main(["plan", target, "--mesh", "x=8", "--rules", "w->x"]) == 0
+    assert run("plan", target, "--mesh", "x=8", "--rules", "w->x") == 0
     capsys.readouterr()
-    assert main(["clean", target, "--older-than", "0"]) == 0
+    assert run("clean", target, "--older-than", "0") == 0
     assert "nothing is left over" in capsys.readouterr().out

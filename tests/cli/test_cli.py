@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 import shardfx
-from shardfx.__main__ import main
-from shardfx._cli._load import rule_set_names
 from tests.cli.commands import failure, python, run
 
 
@@ -129,10 +127,8 @@ def test_the_exit_code_of_bad_input_needs_no_stderr(words, tmp_path):
 
 def test_an_interrupt_is_one_line(module, tmp_path, capsys):
     (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
-    actual = main(
-        ["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"]
-    )
-    assert actual == 130
+    flags = ("--mesh", "fsdp=4", "--rules", "w->fsdp")
+    assert run("plan", "cli_interrupted:make", *flags) == 130
     assert capsys.readouterr() == ("", "\nshardfx: stopped\n")
 
 
@@ -158,11 +154,18 @@ def test_a_reader_that_has_enough(module, tmp_path):
         assert running.wait(timeout=120) == 0
 
 
-def test_every_rule_set_is_offered():
-    names = rule_set_names()
-    limit = set(vars(shardfx.presets))
-    assert {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"} <= set(names) <= limit
-    assert not {"infer_mode", "Layout", "models"} & set(names)
+@pytest.mark.parametrize("name", ["eformer", "llama", "deepseek_v3", "t5x", "gpt2"])
+def test_every_rule_set_is_offered(name, module, capsys):
+    run("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", name)
+    assert "no ready set has this name" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["infer_mode", "Layout", "models"])
+def test_other_names_of_presets_are_no_rule_sets(name, module, capsys):
+    assert name in dir(shardfx.presets)
+    flags = ("--mesh", "fsdp=4", "--rules", name)
+    line = failure(capsys, "plan", f"{module}:STRUCTS", *flags)
+    assert "no ready set has this name" in line
 
 
 def test_the_demo_from_the_command_line():
@@ -225,18 +228,8 @@ def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, reason, capsys):
 
 def test_a_part_of_the_table_and_another_dtype(capsys):
     flags = ("--kwargs", "layers=2", "--mesh", "fsdp=8,tensor=4", "--rules", "fsdp_tp")
-    actual = main(
-        [
-            "plan",
-            "llama3-8b",
-            *flags,
-            "--only",
-            "k_proj|v_proj",
-            "--dtype",
-            "float32",
-        ]
-    )
-    assert actual == 0
+    shown = ("--only", "k_proj|v_proj", "--dtype", "float32")
+    assert run("plan", "llama3-8b", *flags, *shown) == 0
     out = capsys.readouterr().out
     assert "self_attn/k_proj/weight" in out
     assert "f32[1024,4096]" in out

@@ -27,7 +27,6 @@ from shardfx import (
     plan,
     shard,
 )
-from shardfx._plan import differences
 from shardfx.auto import renamed
 from shardfx.errors import (
     MeshError,
@@ -87,7 +86,6 @@ NAMED = {
     },
     **{
         "renamed": renamed,
-        "differences": differences,
         "axis_names_of": axis_names_of,
         "plan_text": plan_text,
     },
@@ -492,8 +490,6 @@ TYPES = {
             "constrain(jnp.ones((8, 8)), (None, 'mlp'), given)": "plan",
             "shard(TREE, given)": "plan",
             "report(given)": "plan",
-            "differences(given, planned())": "a",
-            "differences(planned(), given)": "b",
             "diff(given, planned())": "a",
             "diff(planned(), given)": "b",
             "explain(given, 'w')": "plan",

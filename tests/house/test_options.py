@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardfx.__main__ import main
+from tests.cli.commands import run
 from tests.house.test_house import PACKAGE, ROOT, public
 
 
@@ -165,7 +165,7 @@ def test_pages_give_options_values_that_they_have():
 
 
 def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main([*words, "--help"]) == 0
+    assert run(*words, "--help") == 0
     return capsys.readouterr().out
 
 

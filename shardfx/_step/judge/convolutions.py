@@ -277,7 +277,6 @@ def _grouped(
     if other_counts != (1, 1):
         raise Unjudged("a convolution in groups of two kinds")
     cuts["f"] = _cut_into_groups(
-        context=context,
         operands=operands,
         node=node,
         labels=labels,
@@ -316,7 +315,6 @@ class _Counts(NamedTuple):
 
 
 def _cut_into_groups(
-    context: Context,
     operands: Sequence[Held],
     node: Node,
     labels: _Labels,

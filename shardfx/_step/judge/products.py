@@ -165,7 +165,7 @@ def _dot(
         cuts=cuts,
         value_number=value_number,
     )
-    fill = 0 if _fills_are(operands, 0) else None
+    fill = 0 if _have_zeros_in_holes(operands) else None
     return with_sums(
         context=context,
         held=held,
@@ -188,22 +188,24 @@ def contracted_cut(
     """
     present_cuts = [axis.cut for axis in axes if axis is not None]
     if len(present_cuts) == 2 and any(cut.has_holes for cut in present_cuts):
-        if not _fills_are(operands, 0):
+        if not _have_zeros_in_holes(operands):
             raise Unjudged("a product over padding")
         common_cut = context.cuts.joined(*present_cuts)
         if common_cut is None:
             raise disagreement("dot", place, *present_cuts)
         return common_cut
-    if any(cut.has_holes for cut in present_cuts) and not _fills_are(operands, 0):
+    if any(cut.has_holes for cut in present_cuts) and not _have_zeros_in_holes(
+        operands
+    ):
         raise Unjudged("a product over padding")
     cut = joined_cut(context, "dot, over a contracted dimension,", place, axes)
     assert cut is not None
     return cut
 
 
-def _fills_are(operands: Sequence[Held], number: Number) -> bool:
-    """Whether all holes of operands have this number."""
-    return all(operand.fill == number for operand in operands if operand.has_holes)
+def _have_zeros_in_holes(operands: Sequence[Held]) -> bool:
+    """Whether all holes of operands are zeros."""
+    return all(operand.fill == 0 for operand in operands if operand.has_holes)
 
 
 def _contracted_size(
