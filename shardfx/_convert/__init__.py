@@ -24,7 +24,6 @@ from .pieces import (
     Scale,
     Struct,
     Value,
-    along,
     changed,
     dense,
     dtypes_of,

@@ -14,7 +14,6 @@ from .collectives import (
     MOVING,
     Collective,
     DevicePositions,
-    Groups,
     channel_of,
     collective_of,
     groups_of,
@@ -47,7 +46,7 @@ from .explicit import (
     unsharded,
     without_mesh,
 )
-from .factors import Operation, Program, StepValue
+from .factors import Operation, Program
 from .faults import (
     ArrayCut,
     ArrayPredicate,
@@ -76,7 +75,6 @@ from .hlo_text import (
 )
 from .jaxprs import applied, carry_of, equations_in, opened
 from .judge import (
-    Outcome,
     Refutation,
     UnjudgedOperation,
     Verdict,
@@ -84,8 +82,6 @@ from .judge import (
     judged_text,
 )
 from .libtpu import (
-    TpuCompiled,
-    TpuDevice,
     TpuDumps,
     TpuSlice,
     TpuTexts,
@@ -111,8 +107,8 @@ from .lowered import (
     own_line,
     place_text,
 )
-from .partitioner import MOST_DEVICES, Programs, partitioned
-from .retracing import Untraced, untraced
+from .partitioner import MOST_DEVICES, Programs
+from .retracing import untraced
 from .step import Platform, Step, platform_of
 from .targets import LIBTPU_NAMES, Target, target_named
 from .tracing import (

@@ -50,4 +50,4 @@ a program.
 """
 
 from .judge import judged, judged_text
-from .verdict import Outcome, Refutation, UnjudgedOperation, Verdict
+from .verdict import Refutation, UnjudgedOperation, Verdict
