@@ -74,6 +74,8 @@ RENEWING = PRODUCTS | frozenset(
 # The beginnings of the opcodes of operations that combine elements by a computation.
 COMBINING = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 GATHERS = frozenset(["all-gather", "all-gather-done"])
+# Reductions whose result is the same if an element is taken more than once.
+IDEMPOTENT = frozenset(["maximum", "minimum", "and", "or"])
 # Collectives that add the operands of several devices up.
 SUMS = frozenset(["all-reduce", "reduce-scatter"])
 # Operations that run a computation on their operands. An asynchronous one has a second

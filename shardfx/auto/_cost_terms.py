@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._ground.opcodes import SUMS
 from .._step import Program
 from ..chips._chip import rounds_of
 from ._layouts import AssignedLayout, Layouts
@@ -18,8 +19,6 @@ from ._layouts import AssignedLayout, Layouts
 _STORED_FOR = 40
 # The results of these operations reuse the memory of an operand.
 _IN_PLACE = ("carry", "dynamic_update_slice")
-# The collectives that sum gradients.
-REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The cost terms of a step, as the arrays that `cost_terms` describes.
 CostTerms = dict[str, np.ndarray]
 
@@ -102,7 +101,7 @@ def _call_count(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
     # XLA combines the reductions of gradients, which do not wait for each other.
     combined: set[object] = set()
     for event in layout.events:
-        is_combined = event.kind in REDUCTIONS and not has_data[event.value]
+        is_combined = event.kind in SUMS and not has_data[event.value]
         key = (event.kind, event.times)
         if is_combined and key in combined:
             continue

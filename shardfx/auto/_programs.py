@@ -12,6 +12,7 @@ import numpy as np
 from .. import chips
 from .._arrays import filter_jit
 from .._ground.errors import ProgramError
+from .._ground.opcodes import SUMS
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
 from .._step import (
@@ -48,7 +49,6 @@ from ._candidate import Candidate
 from ._classes import Classes
 from ._constrain_step import ConstrainableStep, constrain_step, constrainable
 from ._core import CostModel
-from ._cost_terms import REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def with_traffic(
         seconds_of_bytes = (row.seconds - row.latency_seconds) / model.network
         if row.traffic.leaf is None:
             exposed += seconds_of_bytes + row.latency_seconds
-        elif row.traffic.kind in REDUCTIONS:
+        elif row.traffic.kind in SUMS:
             hidden += seconds_of_bytes
             key = (row.traffic.kind, row.traffic.axes, row.traffic.calls)
             combined[key] = max(combined.get(key, 0.0), row.latency_seconds)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..._ground.opcodes import IDEMPOTENT
 from ..collectives import groups_of
 from ..hlo_text import Instruction, arrays_in
 from .choices import gathered_choices
@@ -21,10 +22,6 @@ from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
 from .verdict import Unjudged, Wrong
 from .views import Overflowing, with_absorbed_axes
-
-
-# Reductions that may take a part once or more.
-_IDEMPOTENT = ("maximum", "minimum", "and", "or")
 
 
 def groups_in(context: Context, instruction: Instruction) -> np.ndarray:
@@ -262,7 +259,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
     reduced_terms = {_spread(term, group_masks) for term in terms}
-    if reducer in _IDEMPOTENT:
+    if reducer in IDEMPOTENT:
         return _reduced(
             context=context,
             operand=operand,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from ..._ground.opcodes import IDEMPOTENT
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
 from .forms import (
@@ -389,7 +390,7 @@ def _share_of_sum(
     if node is None:
         raise Unjudged("a reduction of a broadcast")
     size = node.operands[0].shape[place]
-    if operand.shape[place] == size or reducer in ("maximum", "minimum", "and", "or"):
+    if operand.shape[place] == size or reducer in IDEMPOTENT:
         return Fraction(1)
     if reducer != "add":
         raise Unjudged("a reduction of a broadcast")

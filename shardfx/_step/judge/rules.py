@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from ..._ground.opcodes import ELEMENTWISE
+from ..._ground.opcodes import CONSTANTS, ELEMENTWISE
 from ..collectives import KINDS
 from ..hlo_text import Instruction, arrays_in, parts_of
 from . import (
@@ -84,7 +84,7 @@ def applied(
         return choices.reduce_several(context, instruction, operands)
     if opcode in ("all-reduce", "all-gather") and len(operands) > 1:
         return _tuple_collective(context, instruction, operands)
-    if opcode in sources.OPCODES:
+    if opcode in CONSTANTS:
         return sources.source(context, instruction)
     return whole_operations.whole_operation(context, instruction, operands)
 

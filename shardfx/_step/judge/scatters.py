@@ -32,7 +32,7 @@ from .verdict import Unjudged
 # Operations behind which a slice is the same slice.
 _UNCHANGED = ("copy", "reshape", "bitcast", "transpose")
 # The array into which all devices scatter their part may be taken once or more.
-_IDEMPOTENT = ("maximum", "minimum")
+_TAKEN_OFTEN = ("maximum", "minimum")
 
 
 def scatter(
@@ -123,7 +123,7 @@ def _scattered(
         cuts=cuts,
         value_number=number,
     )
-    if terms is None or reducer not in _IDEMPOTENT:
+    if terms is None or reducer not in _TAKEN_OFTEN:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
 
@@ -178,7 +178,7 @@ def _require_same_terms(
     result.
     """
     is_unfinished = terms is not None or updates.scale != 1
-    if is_unfinished and reducer in _IDEMPOTENT:
+    if is_unfinished and reducer in _TAKEN_OFTEN:
         if not table.is_finished or not updates.is_finished:
             raise Unjudged("an unfinished scatter")
     elif is_unfinished and reducer != "add":

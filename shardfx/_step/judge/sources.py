@@ -13,7 +13,6 @@ from .matching import held_result, node_for
 from .verdict import Unjudged
 
 
-OPCODES = ("constant", "iota", "partition-id", "replica-id")
 _INTEGER = re.compile(r"-?\d+|true|false")
 
 
