@@ -100,7 +100,9 @@ def _call(plans: DemoPlans, run: Run) -> Race:
     """One array of many is read, so that what is timed is the way into the compiled
     program and back.
     """
-    _, model, state = start_sharded(plans, run)
+    started = start_sharded(plans, run)
+    model = started.model
+    state = started.state
 
     def read(model, state) -> jax.Array:
         return model.norm[0] + 1
@@ -182,7 +184,9 @@ class _Trainer:
             started = start_unsharded(run)
         else:
             started = start_sharded(plans, run)
-        self.step, self.model, self.state = started
+        self.step = started.step
+        self.model = started.model
+        self.state = started.state
 
     def tokens(self, number: int) -> jax.Array:
         run = self.run

@@ -394,12 +394,17 @@ def make_step(
     return train_step
 
 
-def start_sharded(
-    plans: DemoPlans,
-    run: Run,
-) -> tuple[Any, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state. Each array is made
-    directly in the shards of its plan.
+class Started(NamedTuple):
+    """The jitted step, and the model and the optimizer state that it begins with."""
+
+    step: Any
+    model: Transformer
+    state: optax.OptState
+
+
+def start_sharded(plans: DemoPlans, run: Run) -> Started:
+    """Returns what training begins with. Each array is made directly in the shards of
+    its plan.
     """
     optimizer = make_optimizer(run)
     step = filter_jit(
@@ -415,21 +420,24 @@ def start_sharded(
         in_shardings=(plans.model,),
         out_shardings=plans.optimizer,
     )
-    return step, model, init(model)
+    return Started(step=step, model=model, state=init(model))
 
 
-def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state, made only with
-    Equinox, on JAX's first device.
+def start_unsharded(run: Run) -> Started:
+    """Returns what training begins with, made only with Equinox, on JAX's first
+    device.
     """
     optimizer = make_optimizer(run)
     step = eqx.filter_jit(make_step(optimizer, None), donate="all")
-    model = eqx.filter_jit(lambda key: Transformer(key=key))(jax.random.key(run.seed))
-    return step, model, eqx.filter_jit(optimizer.init)(eqx.filter(model, eqx.is_array))
+    make = eqx.filter_jit(lambda key: Transformer(key=key))
+    model = make(jax.random.key(run.seed))
+    init = eqx.filter_jit(optimizer.init)
+    state = init(eqx.filter(model, eqx.is_array))
+    return Started(step=step, model=model, state=state)
 
 
 def train(
-    started: tuple[Callable, Transformer, optax.OptState],
+    started: Started,
     text: UInt8[np.ndarray, " bytes"],
     run: Run,
     *,
@@ -444,7 +452,8 @@ def train(
     - `show`: a name. With it, a line is printed for the first step and after each tenth
       of the steps.
     """
-    step, model, state = started
+    model = started.model
+    state = started.state
     losses = []
     begin = time.perf_counter()
     for number in range(1, run.steps + 1):
@@ -455,7 +464,7 @@ def train(
             length=run.length + 1,
             seed=run.seed,
         )
-        model, state, value = step(model, state, place(tokens))
+        model, state, value = started.step(model, state, place(tokens))
         # Waiting for each step keeps emulated devices from queueing more collectives
         # than the runtime can hold.
         losses.append(float(value))
@@ -538,10 +547,9 @@ def show(
         f" model:\n\n{report(model_plan, width=width)}\n"
     )
     started = start_sharded(plans, run)
-    _, sharded_model, sharded_state = started
     misplaced_arrays = [
-        *misplaced(sharded_model, model_plan),
-        *misplaced(sharded_state, optimizer_plan),
+        *misplaced(started.model, model_plan),
+        *misplaced(started.state, optimizer_plan),
     ]
     placement = "as planned"
     if misplaced_arrays:
@@ -566,7 +574,7 @@ def show(
         place=lambda tokens: shard(tokens, batch_plan),
         show="sharded",
     )
-    del started, sharded_model, sharded_state
+    del started
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
 

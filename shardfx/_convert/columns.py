@@ -63,8 +63,10 @@ class AlikePieces(Sequence[Piece]):
         """Yields the pieces: the first one, each time with its own path, position in
         the source and position in the target.
         """
-        # The fields of a `Value`: its path, its constant, its scale and its casts.
-        _, number, scale, casts = self.first.value
+        first_value = self.first.value
+        number = first_value.number
+        scale = first_value.scale
+        casts = first_value.casts
         factors = self.first.factors
         sources = map(tuple, self.sources.tolist())
         targets = map(tuple, self.targets.tolist())

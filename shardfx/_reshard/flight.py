@@ -40,6 +40,16 @@ _IN_FLIGHT_COUNT = 32
 _MOST_ASSEMBLED_ON_CPU = 2
 
 
+class NumberedAssembly(NamedTuple):
+    """An array to assemble from parts of other arrays: its number, the paths of the
+    source's arrays, and the plan that says which parts go where.
+    """
+
+    number: int
+    source_paths: tuple[str, ...]
+    assembly: Assembly
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The moves, placements and assemblies that make one target tree.
@@ -53,9 +63,7 @@ class Job:
       target's array and the source's array.
     - `placements`: the NumPy arrays to put on devices. Each entry is the number of the
       target's array, the NumPy array, and the sharding.
-    - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the
-      number of the target's array, the paths of the source's arrays, and the plan that
-      says which parts go where.
+    - `assemblies`: the arrays to assemble from parts of other arrays.
     - `arrays`: the source's arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that is in the result unchanged.
     - `copies`: whether shards on CPU devices may be copied in host memory, which these
@@ -65,7 +73,7 @@ class Job:
     path_of: Callable[[int], str]
     moves: dict[Move, list[tuple[int, jax.Array]]]
     placements: list[tuple[int, Any, Sharding]]
-    assemblies: list[tuple[int, tuple[str, ...], Assembly]]
+    assemblies: list[NumberedAssembly]
     arrays: Mapping[str, Any]
     kept: set[int]
     copies: bool
@@ -89,9 +97,10 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     for move, numbered_arrays in job.moves.items():
         numbers = [number for number, _ in numbered_arrays]
         works.append(_Work(plan=move, numbers=numbers, least_bytes=move.least_bytes))
-    for number, _, assembly in job.assemblies:
+    for array in job.assemblies:
+        least_bytes = least_bytes_of(array.assembly)
         works.append(
-            _Work(plan=assembly, numbers=[number], least_bytes=least_bytes_of(assembly))
+            _Work(plan=array.assembly, numbers=[array.number], least_bytes=least_bytes)
         )
 
     too_large = [work for work in works if work.least_bytes > limit_bytes]
@@ -130,8 +139,8 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
                 # Under a limit, only arrays of one move are in flight at a time.
                 if limit_bytes is not None:
                     flight.window.drain()
-            for number, source_paths, assembly in job.assemblies:
-                flight.assemble(number, source_paths, assembly)
+            for array in job.assemblies:
+                flight.assemble(array)
             flight.finish()
         except _FAILURES as error:
             raise _move_error(job, flight, error) from error
@@ -139,13 +148,11 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _StartedAssembly(NamedTuple):
-    """An assembly whose copies run in other threads: the number of the array that it
-    makes, the paths of its sources, its plan, and a function that waits for the array.
+    """An assembly whose copies run in other threads, and a function that waits for the
+    array.
     """
 
-    number: int
-    source_paths: tuple[str, ...]
-    assembly: Assembly
+    target: NumberedAssembly
     wait: Callable[[], jax.Array]
 
 
@@ -172,8 +179,8 @@ class _Flight:
         self._reads_left = collections.Counter[int]()
         for numbered_arrays in job.moves.values():
             self._reads_left.update({id(leaf) for _, leaf in numbered_arrays})
-        for _, source_paths, _ in job.assemblies:
-            self._reads_left.update(id(job.arrays[path]) for path in source_paths)
+        for array in job.assemblies:
+            self._reads_left.update(id(job.arrays[path]) for path in array.source_paths)
         # An array that stays shares its buffers with the result, so no other leaf may
         # donate it.
         self._kept = set(job.kept)
@@ -187,8 +194,8 @@ class _Flight:
         # Without a limit, the programs of each assembly may use as many bytes as the
         # assembly that may use the most.
         most_bytes = 0
-        for _, _, assembly in job.assemblies:
-            most_bytes = max(most_bytes, assembly.most_bytes)
+        for array in job.assemblies:
+            most_bytes = max(most_bytes, array.assembly.most_bytes)
         self._context = Context(
             arrays=job.arrays,
             # A bound method would make a cycle of references, in which both trees' arrays
@@ -276,24 +283,17 @@ class _Flight:
                 self.window.drain()
         return moved
 
-    def assemble(
-        self,
-        number: int,
-        source_paths: tuple[str, ...],
-        assembly: Assembly,
-    ) -> None:
-        """Starts to assemble the target's array number `number` from the arrays with
-        the paths `source_paths`. Waits until the array that was started before is
-        finished. Waits for this one too if sources are donated, or if it is not copied
-        on CPUs. So at most two arrays are copied at a time. More would take more
-        memory, which the kernel provides slowly.
+    def assemble(self, target: NumberedAssembly) -> None:
+        """Starts to assemble an array of the target. Waits until the array that was
+        started before is finished. Waits for this one too if sources are donated, or if
+        it is not copied on CPUs. So at most two arrays are copied at a time. More would
+        take more memory, which the kernel provides slowly.
         """
-        self.current = number
-        wait = start_assembly(assembly, source_paths, self._context)
+        self.current = target.number
+        assembly = target.assembly
+        wait = start_assembly(assembly, target.source_paths, self._context)
         self.finish_copies()
-        self._started = _StartedAssembly(
-            number=number, source_paths=source_paths, assembly=assembly, wait=wait
-        )
+        self._started = _StartedAssembly(target=target, wait=wait)
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.finish_copies()
 
@@ -313,23 +313,23 @@ class _Flight:
         """
         if self._started is None:
             return
-        number, source_paths, assembly, wait = self._started
+        target = self._started.target
+        wait = self._started.wait
         self._started = None
-        self.current = number
-        array = _spread(assembly, wait(), self._limit_bytes)
-        source = self._job.arrays[source_paths[0]] if source_paths else None
-        if source is not None:
+        self.current = target.number
+        array = _spread(target.assembly, wait(), self._limit_bytes)
+        if target.source_paths:
             # If the source has typed PRNG keys, their moved data become keys again.
-            array = as_keys(array, source)
-        self.made[number] = array
+            array = as_keys(array, self._job.arrays[target.source_paths[0]])
+        self.made[target.number] = array
         if not self.donate:
-            is_on_cpu = _is_on_cpu(assembly)
+            is_on_cpu = _is_on_cpu(target.assembly)
             most_in_flight = _MOST_ASSEMBLED_ON_CPU if is_on_cpu else _IN_FLIGHT_COUNT
             # Its shards are those of the target, so it takes no further bytes.
             self.window.add(array, 0, most_in_flight)
             return
         jax.block_until_ready(array)
-        for source_path in source_paths:
+        for source_path in target.source_paths:
             leaf = self._job.arrays[source_path]
             self._reads_left[id(leaf)] -= 1
             if not self._reads_left[id(leaf)]:

@@ -31,10 +31,10 @@ from .._ground.errors import (
 from .._ground.misuse import called
 from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
-from .flight import Job, require_memory, run_job
+from .flight import Job, NumberedAssembly, require_memory, run_job
 from .movable import LEAF_ERRORS, naming, require_movable, require_reduced, with_path
 from .move import Move, balanced, move_of
-from .pieces.assembly import Assembly, MovedLeaf
+from .pieces.assembly import MovedLeaf
 from .pieces.planning import TargetArray, target_arrays
 from .same_map import processes_of, require_same_map
 from .shardings import has_devices, is_array, named
@@ -251,14 +251,18 @@ def _moved_by_map(
     """
     leaves: list[Any] = []
     unassembled: list[tuple[int, Any, Sharding | None]] = []
-    assemblies: list[tuple[int, tuple[str, ...], Assembly]] = []
+    assemblies: list[NumberedAssembly] = []
     for number, array in enumerate(move.plans):
         leaf = move.arrays[array.sources[0]] if array.sources else None
         leaves.append(leaf)
         if array.assembly is None:
             unassembled.append((number, leaf, array.leaf.sharding))
         else:
-            assemblies.append((number, array.sources, array.assembly))
+            assemblies.append(
+                NumberedAssembly(
+                    number=number, source_paths=array.sources, assembly=array.assembly
+                )
+            )
 
     # A number is an array's position in `move.plans`.
     job = job_of(

@@ -46,20 +46,20 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     assert losses == pytest.approx(unsharded, abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
     # Donated: the arrays that went in are gone.
-    for leaf in jax.tree.leaves(started[1]):
+    for leaf in jax.tree.leaves(started.model):
         assert leaf.is_deleted()
 
 
 def test_state_is_made_in_shards():
     mesh = demo.default_mesh(8).build(jax.devices())
     plans = demo.make_plans(mesh, RUN)
-    step, model, state = demo.start_sharded(plans, RUN)
-    assert not misplaced(model, plans.model)
-    assert not misplaced(state, plans.optimizer)
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(model)]
+    started = demo.start_sharded(plans, RUN)
+    assert not misplaced(started.model, plans.model)
+    assert not misplaced(started.state, plans.optimizer)
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(started.model)]
     assert shardings == jax.tree.leaves(plans.model.shardings)
     tokens = jnp.zeros((RUN.batch_size, RUN.length + 1), jnp.int32)
-    lowered = step.lower(model, state, tokens)
+    lowered = started.step.lower(started.model, started.state, tokens)
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes
     cases = (plans.model, plans.optimizer, plans.batch)
     planned = [p.bytes_per_device for p in cases]
