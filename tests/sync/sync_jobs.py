@@ -1,6 +1,8 @@
 """A small trainer and a small engine, for tests of transfers."""
 
+import contextlib
 import hashlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import shardfx
-from shardfx import MeshSpec, PathRules
-from shardfx.sync import Receiver, plan_transfer
+from shardfx import MeshSpec, PathRules, ShardPlan
+from shardfx.sync import Receiver, Sender, TransferPlan, plan_transfer
 
 
 SECRET = b"sixteen bytes or more"
@@ -56,8 +58,17 @@ def tree_of():
     return tree | {"keys": keys}
 
 
+class Transfer(NamedTuple):
+    """The plans of both sides, the plan of the transfer, and the sender's arrays."""
+
+    src: ShardPlan
+    dst: ShardPlan
+    plan: TransferPlan
+    tree: dict[str, Any]
+
+
 def job(processes=(1, 1), **changes):
-    """Both plans of the tree as it is, the transfer, and the sender's arrays."""
+    """A transfer of the tree as it is."""
     tree = tree_of()
     specs = {}
     for path, leaf in tree.items():
@@ -69,7 +80,29 @@ def job(processes=(1, 1), **changes):
     src = planned(tree, specs, mesh(0))
     dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
     plan = plan_transfer(src, dst, processes=processes, **changes)
-    return src, dst, plan, jax.device_put(tree, src.shardings)
+    placed = jax.device_put(tree, src.shardings)
+    return Transfer(src=src, dst=dst, plan=plan, tree=placed)
+
+
+def halves(processes=(2, 1), **changes):
+    """An array whose halves two processes send."""
+    values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    tree = {"w": values}
+    src = planned(tree, {"w": P("a")}, mesh(0))
+    dst = planned(tree, {"w": P(None, "b")}, mesh(4))
+    plan = plan_transfer(src, dst, processes=processes, **changes)
+    return Transfer(src=src, dst=dst, plan=plan, tree=tree)
+
+
+def large():
+    """A transfer that is larger than the buffers of sockets."""
+    array = jnp.zeros((4, 6 << 20), jnp.uint8)
+    tree = {"w": array}
+    src = planned(tree, {"w": P("a")}, mesh(0))
+    dst = planned(tree, {"w": P("a")}, mesh(4))
+    plan = plan_transfer(src, dst, memory_limit_bytes=1 << 20)
+    placed = jax.device_put(tree, src.shardings)
+    return Transfer(src=src, dst=dst, plan=plan, tree=placed)
 
 
 def bits(leaf):
@@ -78,8 +111,42 @@ def bits(leaf):
     return leaf
 
 
+@contextlib.contextmanager
+def sending(plan, **options):
+    options = {"timeout_seconds": 2, **options}
+    with contextlib.closing(Sender(plan, SECRET, **options)) as sender:
+        yield sender
+
+
 def receiver_of(plan, dst, *senders, secret=SECRET, timeout_seconds=2, **options):
     addresses = [sender.address for sender in senders]
     return Receiver(
         plan, dst, addresses, secret, timeout_seconds=timeout_seconds, **options
+    )
+
+
+class Served(NamedTuple):
+    """The fields of a transfer, its sender, and options of the receiver."""
+
+    src: ShardPlan
+    dst: ShardPlan
+    plan: TransferPlan
+    tree: dict[str, Any]
+    sender: Sender
+    options: dict[str, Any]
+
+    def receiver(self, **options):
+        return receiver_of(
+            self.plan, self.dst, self.sender, **{**self.options, **options}
+        )
+
+
+def served_by(sender, transfer, **options):
+    return Served(
+        src=transfer.src,
+        dst=transfer.dst,
+        plan=transfer.plan,
+        tree=transfer.tree,
+        sender=sender,
+        options=options,
     )

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental.transfer import start_transfer_server
 from jax.sharding import PartitionSpec as P
 from maps import maps, same, written
-from sync_jobs import SIZES, bits, job, mesh, planned, sha256
+from sync_jobs import SIZES, bits, halves, job, mesh, planned, sha256
 
 import shardfx
 from shardfx import From, MeshSpec, ShardPlan, TreeMap
@@ -107,18 +107,18 @@ def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
 
 
 def test_each_byte_is_sent_once_per_process():
-    src, dst, plan, tree = job()
-    found, sent = carried(plan, tree, dst)
-    for path, leaf in tree.items():
+    transfer = job()
+    found, sent = carried(transfer.plan, transfer.tree, transfer.dst)
+    for path, leaf in transfer.tree.items():
         same(bits(found[path]), bits(leaf))
         assert found[path].dtype == leaf.dtype
-        assert found[path].sharding == dst.shardings[path]
+        assert found[path].sharding == transfer.dst.shardings[path]
     # One process holds every shard of the target: each array crosses once, replicas or
     # not.
     halves = {"four": 1 / 2}
     expected = sum(
         np.asarray(bits(leaf)).nbytes * halves.get(path, 1)
-        for path, leaf in tree.items()
+        for path, leaf in transfer.tree.items()
     )
     assert sent == expected
 
@@ -247,8 +247,8 @@ def _scheduled(plan, sender, receiver):
 
 @pytest.mark.parametrize("receiver", range(4))
 def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
-    plan = job((2, 4))[2]
-    part = job((2, 4), receiver=receiver)[2]
+    plan = job((2, 4)).plan
+    part = job((2, 4), receiver=receiver).plan
     assert part.digest == plan.digest
     assert part.senders_to(receiver) == plan.senders_to(receiver)
     for sender in (-1, 0, 1):
@@ -259,8 +259,8 @@ def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
 def test_numbers_of_numpy_make_the_plan_that_python_s_make():
     numbers = {"receiver": 1, "memory_limit_bytes": 1 << 20}
     of_numpy = {name: np.int64(number) for name, number in numbers.items()}
-    expected = job((2, [0, 0, 1, 1]), **numbers)[2]
-    plan = job((np.int64(2), np.array([0, 0, 1, 1])), **of_numpy)[2]
+    expected = job((2, [0, 0, 1, 1]), **numbers).plan
+    plan = job((np.int64(2), np.array([0, 0, 1, 1])), **of_numpy).plan
     assert plan.to_json() == expected.to_json()
     assert TransferPlan.from_json(plan.to_json()).digest == expected.digest
 
@@ -309,7 +309,7 @@ def is_whole(kind):
 
 def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
     """Its checksum made good again, so that the checks behind it are met."""
-    plan = job((2, 2))[2]
+    plan = job((2, 2)).plan
     draws = random.Random(0)
     text = json.loads(plan.to_json())
     refused = 0
@@ -334,7 +334,7 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
 
 
 def test_transfer_servers_of_jax_carry_a_plan():
-    _, dst, plan, tree = job(memory_limit_bytes=64)
+    transfer = job(memory_limit_bytes=64)
     client = jax.devices()[0].client
     servers = [
         start_transfer_server(client, "127.0.0.1:0", ["127.0.0.1:0"]) for _ in range(2)
@@ -346,11 +346,15 @@ def test_transfer_servers_of_jax_carry_a_plan():
     for revision in (3, 4):
         with ThreadPoolExecutor(1) as pool:
             ends = {"sender": 0, "receiver": 0, "check_content": True}
-            sending = pool.submit(send, plan, tree, here, revision, **ends)
-            found, got = receive(plan, dst, {0: there}, receiver=0, check_content=True)
+            sending = pool.submit(
+                send, transfer.plan, transfer.tree, here, revision, **ends
+            )
+            found, got = receive(
+                transfer.plan, transfer.dst, {0: there}, receiver=0, check_content=True
+            )
             sending.result()
         assert got == revision
-        for path, leaf in tree.items():
+        for path, leaf in transfer.tree.items():
             same(bits(found[path]), bits(leaf))
     alone = JaxChannel(servers[1], servers[0].address(), 6, timeout_seconds=0.2)
     with pytest.raises(SyncError, match="nothing came"):
@@ -378,30 +382,21 @@ def with_rows(plan, change):
     return dataclasses.replace(plan, kinds=tuple(kinds))
 
 
-def halves(processes=(2, 1), **changes):
-    """An array whose halves two processes send."""
-    values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
-    tree = {"w": values}
-    src = planned(tree, {"w": P("a")}, mesh(0))
-    dst = planned(tree, {"w": P(None, "b")}, mesh(4))
-    return tree, src, dst, plan_transfer(src, dst, processes=processes, **changes)
-
-
 def test_content_shows_a_wrong_sender():
     """Every byte is right, and comes from the other process's half: all totals, and
     what is checked for each piece, are right (tpu-inference#3379).
     """
-    tree, src, dst, plan = halves()
-    arrays = jax.device_put(tree, src.shardings)
-    same(checked(plan, dst, arrays)["w"], tree["w"])
+    transfer = halves()
+    arrays = jax.device_put(transfer.tree, transfer.src.shardings)
+    same(checked(transfer.plan, transfer.dst, arrays)["w"], transfer.tree["w"])
     with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
-        checked(plan, dst, arrays, swap=True)
+        checked(transfer.plan, transfer.dst, arrays, swap=True)
 
 
 def test_the_error_of_the_sender_that_failed_is_raised():
     # A round for each row.
-    tree, src, dst, plan = halves(memory_limit_bytes=32)
-    arrays = jax.device_put(tree, src.shardings)
+    transfer = halves(memory_limit_bytes=32)
+    arrays = jax.device_put(transfer.tree, transfer.src.shardings)
     has_failed = threading.Event()
 
     class Slow(Wire):
@@ -417,15 +412,15 @@ def test_the_error_of_the_sender_that_failed_is_raised():
             raise SyncError("the network is down")
 
     slow = Slow()
-    send(plan, arrays, slow, 7, sender=0, receiver=0)
+    send(transfer.plan, arrays, slow, 7, sender=0, receiver=0)
     with pytest.raises(SyncError, match="the network is down"):
-        receive(plan, dst, {0: slow, 1: Failing()}, receiver=0)
+        receive(transfer.plan, transfer.dst, {0: slow, 1: Failing()}, receiver=0)
 
 
 def test_two_senders_may_ask_for_two_buffers_of_one_leaf(monkeypatch):
     """The second asks while the leaf's buffers are allocated, of which it has one."""
-    _, _, dst, plan = halves()
-    memory = spare.SpareMemory(plan, dst, receiver=0)
+    transfer = halves()
+    memory = spare.SpareMemory(transfer.plan, transfer.dst, receiver=0)
     allocate = spare.buffers
 
     with ThreadPoolExecutor(1) as pool:
@@ -446,36 +441,38 @@ def test_two_senders_may_ask_for_two_buffers_of_one_leaf(monkeypatch):
 
 def test_receivers_of_one_plan_may_start_at_once(monkeypatch):
     """Another one starts whenever the first looks its layout of memory up."""
-    tree, _, first, plan = halves()
-    others = [planned(tree, {"w": P(None, "b")}, mesh(start)) for start in (0, 2)]
+    transfer = halves()
+    others = [
+        planned(transfer.tree, {"w": P(None, "b")}, mesh(start)) for start in (0, 2)
+    ]
     another = it.cycle(others)
     hash_of = ShardPlan.__hash__
     assert hash_of is not None
 
     def interrupted(sharding_plan):
-        if sharding_plan is first:
-            spare.layout_of(plan, next(another), 0)
+        if sharding_plan is transfer.dst:
+            spare.layout_of(transfer.plan, next(another), 0)
         return hash_of(sharding_plan)
 
     monkeypatch.setattr(ShardPlan, "__hash__", interrupted)
-    layout = spare.layout_of(plan, first, 0)
-    assert layout.targets[0].sharding == first.shardings["w"]
+    layout = spare.layout_of(transfer.plan, transfer.dst, 0)
+    assert layout.targets[0].sharding == transfer.dst.shardings["w"]
 
 
 def test_content_shows_a_wrong_offset_on_both_sides():
-    tree, src, dst, plan = halves()
-    arrays = jax.device_put(tree, src.shardings)
+    transfer = halves()
+    arrays = jax.device_put(transfer.tree, transfer.src.shardings)
 
     def move(kind, rows):
         # The rows of the source are read in another order. Each target is written once.
         rows[:, FIRST_POSITION] = rows[::-1, FIRST_POSITION].copy()
 
-    wrong = with_rows(plan, move)
-    assert wrong.digest == plan.digest
-    assert wrong.wire_bytes == plan.wire_bytes
+    wrong = with_rows(transfer.plan, move)
+    assert wrong.digest == transfer.plan.digest
+    assert wrong.wire_bytes == transfer.plan.wire_bytes
     TransferPlan.from_json(wrong.to_json())  # It is whole, as far as bytes go.
     with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
-        checked(wrong, dst, arrays)
+        checked(wrong, transfer.dst, arrays)
 
 
 def test_content_shows_a_wrong_cast():
@@ -533,20 +530,22 @@ def test_content_shows_leaves_that_are_exchanged():
 def test_sums_of_content_are_sent_in_rounds(monkeypatch):
     """A sender that sums a large state is not silent for longer than a time-out."""
     monkeypatch.setattr(contents, "SUM_ROUND_BYTES", 200)
-    _, dst, plan, tree = job()
-    rounds = contents.sum_rounds(plan)
+    transfer = job()
+    rounds = contents.sum_rounds(transfer.plan)
     assert len(rounds) > 1
     numbers = it.chain.from_iterable(rounds)
-    assert list(numbers) == list(range(len(plan.leaves)))
-    arrays, _ = carried(plan, tree, dst)
-    for path, leaf in tree.items():
+    assert list(numbers) == list(range(len(transfer.plan.leaves)))
+    arrays, _ = carried(transfer.plan, transfer.tree, transfer.dst)
+    for path, leaf in transfer.tree.items():
         same(bits(arrays[path]), bits(leaf))
     wire = Wire()
-    send(plan, tree, wire, 7, sender=0, receiver=0, check_content=True)
+    send(
+        transfer.plan, transfer.tree, wire, 7, sender=0, receiver=0, check_content=True
+    )
     assert len({number for number, _ in wire.pieces}) == len(rounds) + 1
     wire.pieces[-1][1][-1] ^= 1
     with pytest.raises(SyncError, match="elements have the checksum"):
-        receive(plan, dst, {0: wire}, receiver=0, check_content=True)
+        receive(transfer.plan, transfer.dst, {0: wire}, receiver=0, check_content=True)
 
 
 def test_sources_of_different_rank_that_are_repeated():

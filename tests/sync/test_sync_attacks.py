@@ -10,17 +10,19 @@ import random
 import socket
 import struct
 import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf import hkdf
 from maps import same
-from sync_jobs import SECRET, bits, job, receiver_of
+from sync_jobs import SECRET, bits, job, receiver_of, served_by
 from wire import Line, frames, handshake, messages
 
+from shardfx import ShardPlan
 from shardfx.errors import SyncError
-from shardfx.sync import Sender, receive, send
+from shardfx.sync import Sender, TransferPlan, receive, send
 
 
 AUTHENTICATED = handshake.Suite("authenticated", False)
@@ -88,12 +90,12 @@ class Path:
 
 @pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
 def served(request):
-    _, dst, plan, tree = job(memory_limit_bytes=32)
-    with contextlib.closing(
-        Sender(plan, SECRET, timeout_seconds=2, encrypt=request.param)
-    ) as sender:
-        sender.publish(tree, 1)
-        yield dst, plan, tree, sender, {"encrypt": request.param}
+    transfer = job(memory_limit_bytes=32)
+    options = {"encrypt": request.param}
+    sender = Sender(transfer.plan, SECRET, timeout_seconds=2, **options)
+    with contextlib.closing(sender):
+        sender.publish(transfer.tree, 1)
+        yield served_by(sender, transfer, **options)
 
 
 def session_pair(suite=AUTHENTICATED):
@@ -112,18 +114,34 @@ def session_pair(suite=AUTHENTICATED):
     return ends, lines, sessions
 
 
-def recorded(suite=AUTHENTICATED, memory_limit_bytes=32):
-    """A whole transfer as the sender writes it, cut into frames, and what a receiver
-    needs to read such frames: its session.
+class Recording(NamedTuple):
+    """A whole transfer as the sender writes it, cut into frames, and the keys with
+    which a receiver reads them.
     """
-    _, dst, plan, tree = job(memory_limit_bytes=memory_limit_bytes)
+
+    dst: ShardPlan
+    plan: TransferPlan
+    tree: dict[str, Any]
+    frames: list[bytes]
+    keys: Any
+
+
+def recorded(suite=AUTHENTICATED, memory_limit_bytes=32):
+    transfer = job(memory_limit_bytes=memory_limit_bytes)
     ends, lines, sessions = session_pair(suite)
     with ends[0], ends[1]:
         writer = frames.FrameLine(lines[0], suite, sessions["sender"].keys)
-        send(plan, tree, frames.SocketChannel(writer), 3, sender=0, receiver=0)
+        channel = frames.SocketChannel(writer)
+        send(transfer.plan, transfer.tree, channel, 3, sender=0, receiver=0)
         ends[0].shutdown(socket.SHUT_WR)
         data = b"".join(iter(lambda: ends[1].recv(1 << 16), b""))
-    return dst, plan, tree, frames_of(data), sessions
+    return Recording(
+        dst=transfer.dst,
+        plan=transfer.plan,
+        tree=transfer.tree,
+        frames=frames_of(data),
+        keys=sessions["receiver"].keys,
+    )
 
 
 def frames_of(data):
@@ -152,30 +170,30 @@ def test_altered_frames_are_errors(encrypt):
     repeated, left out, cut off, or with another header.
     """
     suite = handshake.Suite("authenticated", encrypt)
-    dst, plan, tree, sent, sessions = recorded(suite)
-    keys = sessions["receiver"].keys
+    recording = recorded(suite)
+    keys = recording.keys
     whole, _ = received(
-        b"".join(sent),
-        dst=dst,
-        plan=plan,
+        b"".join(recording.frames),
+        dst=recording.dst,
+        plan=recording.plan,
         keys=keys,
         suite=suite,
     )
-    for path, leaf in tree.items():
+    for path, leaf in recording.tree.items():
         same(bits(whole[path]), bits(leaf))
 
     draws = random.Random(0)
     count = 0
     for number in range(300):
-        data = altered(sent, number % 10, draws)
-        if data.startswith(b"".join(sent)):
+        data = altered(recording.frames, number % 10, draws)
+        if data.startswith(b"".join(recording.frames)):
             continue  # What follows a commit is not read.
         count += 1
         with pytest.raises((SyncError, OSError)):
             received(
                 data,
-                dst=dst,
-                plan=plan,
+                dst=recording.dst,
+                plan=recording.plan,
                 keys=keys,
                 suite=suite,
             )
@@ -227,9 +245,9 @@ def exchanged(frame, draws):
 
 def test_a_relay_of_the_handshake_cannot_publish():
     """It passes on the four messages of the handshake, and then its own weights."""
-    _, dst, plan, tree = job()
-    with contextlib.closing(Sender(plan, SECRET, timeout_seconds=2)) as sender:
-        sender.publish(tree, 1)
+    transfer = job()
+    with contextlib.closing(Sender(transfer.plan, SECRET, timeout_seconds=2)) as sender:
+        sender.publish(transfer.tree, 1)
         forged = frames.HEADER.pack(frames.OFFER, 0, 34)
         forged += struct.pack(">??16sq", True, True, b"r" * 16, 666) + bytes(8)
         state = {"down": 0}
@@ -242,7 +260,7 @@ def test_a_relay_of_the_handshake_cannot_publish():
 
         path = Path(sender.address, to_receiver=to_receiver)
         with contextlib.closing(path):
-            receiver = receiver_of(plan, dst, sender)
+            receiver = receiver_of(transfer.plan, transfer.dst, sender)
             receiver._addresses = (path.own_address,)
             with pytest.raises(SyncError):
                 receiver.pull()
@@ -251,31 +269,29 @@ def test_a_relay_of_the_handshake_cannot_publish():
 
 
 def test_what_passes_a_path_unchanged_is_taken(served):
-    dst, plan, tree, sender, options = served
-    path = Path(sender.address)
+    path = Path(served.sender.address)
     with contextlib.closing(path):
-        receiver = receiver_of(plan, dst, sender, **options)
+        receiver = served.receiver()
         receiver._addresses = (path.own_address,)
         assert receiver.pull(check_content=True)
-        same(receiver.arrays["wide"], tree["wide"])
-    values = np.asarray(tree["wide"]).tobytes()[:12]
+        same(receiver.arrays["wide"], served.tree["wide"])
+    values = np.asarray(served.tree["wide"]).tobytes()[:12]
     # Only the encrypted session hides them.
-    assert (values in path.seen["down"]) == (not options["encrypt"])
+    assert (values in path.seen["down"]) == (not served.options["encrypt"])
     assert SECRET not in path.seen["up"] + path.seen["down"]
 
 
 def test_a_replay_of_a_session_is_refused_by_both_sides(served):
-    dst, plan, tree, sender, options = served
-    path = Path(sender.address)
+    path = Path(served.sender.address)
     with contextlib.closing(path):
-        receiver = receiver_of(plan, dst, sender, **options)
+        receiver = served.receiver()
         receiver._addresses = (path.own_address,)
         assert receiver.pull(check_content=True)
     seen = dict(path.seen)
 
     # As the receiver of then, to the sender: it answers with fresh random bytes, and
     # refuses the old proof before it has sent its own.
-    with socket.create_connection(sender.address, 5) as connection:
+    with socket.create_connection(served.sender.address, 5) as connection:
         connection.sendall(seen["up"])
         answer = b""
         with contextlib.suppress(OSError):
@@ -296,7 +312,7 @@ def test_a_replay_of_a_session_is_refused_by_both_sides(served):
     thread = threading.Thread(target=replay)
     thread.start()
     with server:
-        fresh = receiver_of(plan, dst, sender, **options)
+        fresh = served.receiver()
         fresh._addresses = (server.getsockname()[:2],)
         with pytest.raises(SyncError, match="has another secret"):
             fresh.pull()
@@ -306,7 +322,7 @@ def test_a_replay_of_a_session_is_refused_by_both_sides(served):
 
 def test_reflection_is_refused():
     """A peer that sends everything back: hellos, proofs, and later frames."""
-    _, dst, plan, tree = job()
+    transfer = job()
     server = socket.create_server(("127.0.0.1", 0))
 
     def mirror():
@@ -317,8 +333,8 @@ def test_reflection_is_refused():
 
     thread = threading.Thread(target=mirror)
     thread.start()
-    with server, contextlib.closing(Sender(plan, SECRET)) as sender:
-        receiver = receiver_of(plan, dst, sender)
+    with server, contextlib.closing(Sender(transfer.plan, SECRET)) as sender:
+        receiver = receiver_of(transfer.plan, transfer.dst, sender)
         receiver._addresses = (server.getsockname()[:2],)
         with pytest.raises(SyncError, match="is no sender"):
             receiver.pull()
@@ -341,7 +357,6 @@ def test_reflection_is_refused():
 
 def test_a_changed_hello_fails_the_proof(served):
     """Each byte of either hello that both sides may still agree on."""
-    dst, plan, _, sender, options = served
     for direction in ("up", "down"):
         for position in (0, 9, 10, 11, 15, 19, 20, 40, 60, HELLO_BYTES - 1):
             count = [0]
@@ -356,9 +371,9 @@ def test_a_changed_hello_fails_the_proof(served):
                 return data
 
             keyword = "to_sender" if direction == "up" else "to_receiver"
-            path = Path(sender.address, **{keyword: change})
+            path = Path(served.sender.address, **{keyword: change})
             with contextlib.closing(path):
-                receiver = receiver_of(plan, dst, sender, **options)
+                receiver = served.receiver()
                 receiver._addresses = (path.own_address,)
                 with pytest.raises(SyncError):
                     receiver.pull()
@@ -367,10 +382,9 @@ def test_a_changed_hello_fails_the_proof(served):
 
 def test_a_connection_may_be_cut_behind_any_byte(served):
     """At boundaries of messages and frames, and between them."""
-    dst, plan, _, sender, options = served
-    path = Path(sender.address)
+    path = Path(served.sender.address)
     with contextlib.closing(path):
-        whole = receiver_of(plan, dst, sender, **options)
+        whole = served.receiver()
         whole._addresses = (path.own_address,)
         assert whole.pull(check_content=True)
     boundaries = {"up": [HELLO_BYTES, HANDSHAKE_BYTES]}
@@ -392,14 +406,14 @@ def test_a_connection_may_be_cut_behind_any_byte(served):
                 return data
 
             keyword = {"up": "to_sender", "down": "to_receiver"}[name]
-            path = Path(sender.address, **{keyword: change})
+            path = Path(served.sender.address, **{keyword: change})
             with contextlib.closing(path):
-                receiver = receiver_of(plan, dst, sender, **options)
+                receiver = served.receiver()
                 receiver._addresses = (path.own_address,)
                 with pytest.raises(SyncError):
                     receiver.pull(check_content=True)
             assert receiver.arrays is None
-    assert receiver_of(plan, dst, sender, **options).pull(check_content=True)
+    assert served.receiver().pull(check_content=True)
 
 
 # The points of X25519 with which every key shares 0: https://cr.yp.to/ecdh.html#validate
@@ -444,28 +458,30 @@ def test_secrets_that_begin_alike_have_nothing_in_common():
 
 
 def test_frames_of_another_session_are_refused():
-    dst, plan, _, sent, _ = recorded()
-    *_, other = recorded()
+    recording = recorded()
+    other = recorded()
     with pytest.raises(SyncError, match="is not what the other side sent"):
-        received(b"".join(sent), dst, plan, other["receiver"].keys)
+        received(b"".join(recording.frames), recording.dst, recording.plan, other.keys)
 
 
 def test_keys_change_before_a_counter_ends(monkeypatch):
     monkeypatch.setattr(frames, "FRAMES_PER_KEY", 2)
-    dst, plan, tree, sent, sessions = recorded()
-    keys = sessions["receiver"].keys
-    assert len(sent) > 6
-    whole, revision = received(b"".join(sent), dst, plan, keys)
+    recording = recorded()
+    keys = recording.keys
+    assert len(recording.frames) > 6
+    whole, revision = received(
+        b"".join(recording.frames), recording.dst, recording.plan, keys
+    )
     assert revision == 3
-    same(whole["wide"], tree["wide"])
+    same(whole["wide"], recording.tree["wide"])
     counter = frames._Counter(keys.to_receive)
     pairs = [counter.next() for _ in range(7)]
     assert len({*pairs}) == 7
     assert len({key for key, _ in pairs}) == 4
     # The frame two places on has the same nonce, and another key.
-    sent[0], sent[2] = sent[2], sent[0]
+    recording.frames[0], recording.frames[2] = recording.frames[2], recording.frames[0]
     with pytest.raises(SyncError):
-        received(b"".join(sent), dst, plan, keys)
+        received(b"".join(recording.frames), recording.dst, recording.plan, keys)
 
 
 def test_keys_are_those_of_rfc_5869():

@@ -61,7 +61,7 @@ def proved(connection):
 
 @pytest.mark.parametrize("behave", [hello_only, silent_before_its_proof, proved])
 def test_a_sender_that_drips_is_named_in_time(behave):
-    _, dst, plan, _ = job()
+    transfer = job()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -73,7 +73,11 @@ def test_a_sender_that_drips_is_named_in_time(behave):
         thread.start()
         address = server.getsockname()[:2]
         receiver = Receiver(
-            plan, dst, [address], SECRET, timeout_seconds=TIMEOUT_SECONDS
+            transfer.plan,
+            transfer.dst,
+            [address],
+            SECRET,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
         begin = time.monotonic()
         with pytest.raises(SyncError) as caught:
@@ -162,17 +166,19 @@ def test_a_round_that_is_read_slowly_has_one_time_out(encrypt):
 
 
 def test_nobody_at_the_address_is_named():
-    _, dst, plan, _ = job()
+    transfer = job()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()[:2]
-    receiver = Receiver(plan, dst, [address], SECRET, timeout_seconds=2)
+    receiver = Receiver(
+        transfer.plan, transfer.dst, [address], SECRET, timeout_seconds=2
+    )
     with pytest.raises(SyncError, match=f"0 at 127.0.0.1:{address[1]} does not answer"):
         receiver.pull()
 
 
 def test_a_peer_that_drips_counts_as_dead():
     with (
-        contextlib.closing(Sender(job()[2], SECRET, timeout_seconds=0.5)) as sender,
+        contextlib.closing(Sender(job().plan, SECRET, timeout_seconds=0.5)) as sender,
         socket.create_connection(sender.address) as connection,
         pytest.raises(OSError),
     ):
@@ -183,23 +189,23 @@ def test_a_peer_that_drips_counts_as_dead():
 
 def test_a_receiver_that_drips_is_dropped_in_time(caplog):
     caplog.set_level(logging.INFO, "shardfx.sync")
-    _, dst, plan, tree = job()
-    sender = Sender(plan, SECRET, timeout_seconds=TIMEOUT_SECONDS)
+    transfer = job()
+    sender = Sender(transfer.plan, SECRET, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        sender.publish(tree, 1)
+        sender.publish(transfer.tree, 1)
         with socket.create_connection(sender.address, 5) as connection:
             line = Line(connection, 5)
             session = handshake.as_receiver(line, SECRET, SUITE, ENDS)
-            request = messages.Request(plan.digest, None)
+            request = messages.Request(transfer.plan.digest, None)
             data = frame(session.keys, frames.REQUEST, request.to_bytes())
             assert len(data) * PAUSE_SECONDS > 2 * TIMEOUT_SECONDS
             begin = time.monotonic()
             thread = threading.Thread(target=drip, args=(connection, data))
             thread.start()
             # Others are served meanwhile.
-            receiver = receiver_of(plan, dst, sender)
+            receiver = receiver_of(transfer.plan, transfer.dst, sender)
             assert receiver.pull(check_content=True)
-            same(receiver.arrays["wide"], tree["wide"])
+            same(receiver.arrays["wide"], transfer.tree["wide"])
             with contextlib.suppress(ConnectionError):
                 assert connection.recv(1) == b""
             assert time.monotonic() - begin < 5 * TIMEOUT_SECONDS

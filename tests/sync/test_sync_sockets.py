@@ -22,7 +22,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from maps import same
-from sync_jobs import SECRET, bits, job, mesh, planned, receiver_of
+from sync_jobs import (
+    SECRET,
+    bits,
+    job,
+    large,
+    mesh,
+    planned,
+    receiver_of,
+    sending,
+    served_by,
+)
 from wire import Line, frames, handshake, messages
 
 import shardfx
@@ -32,27 +42,19 @@ from shardfx.errors import MeshError, PlanMismatchError, SyncError
 from shardfx.sync import Receiver, Sender, TransferPlan, plan_transfer
 
 
-@contextlib.contextmanager
-def sending(plan, **options):
-    options = {"timeout_seconds": 2, **options}
-    with contextlib.closing(Sender(plan, SECRET, **options)) as sender:
-        yield sender
-
-
 @pytest.fixture
 def served():
-    src, dst, plan, tree = job()
-    with sending(plan) as sender:
-        yield src, dst, plan, tree, sender
+    transfer = job()
+    with sending(transfer.plan) as sender:
+        yield served_by(sender, transfer)
 
 
 def test_a_receiver_gets_the_newest_revision_once(served):
-    _, dst, plan, tree, sender = served
-    receiver = receiver_of(plan, dst, sender)
+    receiver = served.receiver()
     assert not receiver.pull()
     assert receiver.revision is None
-    sender.publish(tree, 3)
-    sender.publish({**tree, "one": tree["one"] + 1}, 5)
+    served.sender.publish(served.tree, 3)
+    served.sender.publish({**served.tree, "one": served.tree["one"] + 1}, 5)
     assert receiver.pull(check_content=True)
     assert receiver.revision == 5
     assert not receiver.pull()
@@ -64,24 +66,26 @@ def test_a_receiver_gets_the_newest_revision_once(served):
         (True, "is no whole number"),
     ):
         with pytest.raises(SyncError, match=text):
-            sender.publish(tree, revision)
+            served.sender.publish(served.tree, revision)
 
 
 def test_a_restarted_trainer_is_new_and_a_lower_number_is_old():
-    _, dst, plan, tree = job()
-    with sending(plan) as first:
-        first.publish(tree, 5)
-        receiver = receiver_of(plan, dst, first)
+    transfer = job()
+    with sending(transfer.plan) as first:
+        first.publish(transfer.tree, 5)
+        receiver = receiver_of(transfer.plan, transfer.dst, first)
         assert receiver.pull(check_content=True)
         port = first.address[1]
     for number, run in ((5, None), (3, None), (3, "night"), (4, "night")):
-        with sending(plan, port=port, run=run) as restarted:
-            restarted.publish({**tree, "one": tree["one"] + number}, number)
+        with sending(transfer.plan, port=port, run=run) as restarted:
+            restarted.publish(
+                {**transfer.tree, "one": transfer.tree["one"] + number}, number
+            )
             assert receiver.pull(check_content=True)
             assert receiver.revision == number
             same(receiver.arrays["one"], np.float32(3 + number))
-    with sending(plan, port=port, run="night") as restarted:
-        restarted.publish(tree, 2)
+    with sending(transfer.plan, port=port, run="night") as restarted:
+        restarted.publish(transfer.tree, 2)
         assert not receiver.pull()
         assert receiver.revision == 4
 
@@ -126,11 +130,10 @@ def test_trees_come_back_as_the_tree_of_the_engines_plan():
 
 
 def test_publish_refuses_what_was_not_planned(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    deleted = tree["wide"] + 1
+    served.sender.publish(served.tree, 1)
+    deleted = served.tree["wide"] + 1
     deleted.delete()
-    wide = tree["wide"]
+    wide = served.tree["wide"]
     array = np.zeros((8, 6), np.int64)
     struct = jax.ShapeDtypeStruct((8, 6), np.float32)
     for changed, text in (
@@ -142,33 +145,39 @@ def test_publish_refuses_what_was_not_planned(served):
         ({"more": wide}, "leaf `more` is in the tree, but not in the plan"),
         ({"wide": 1.0}, "leaf `wide` of the plan is not in the tree"),
         ({"wide": struct}, "without values"),
-        ({"keys": bits(tree["keys"])}, "leaf `keys` is uint32.4, 2., but the plan"),
+        (
+            {"keys": bits(served.tree["keys"])},
+            "leaf `keys` is uint32.4, 2., but the plan",
+        ),
     ):
         with pytest.raises(PlanMismatchError, match=text):
-            sender.publish(tree | changed, 2)
+            served.sender.publish(served.tree | changed, 2)
     with pytest.raises(PlanMismatchError, match="leaf `one` of the plan is not in"):
-        sender.publish({path: x for path, x in tree.items() if path != "one"}, 2)
+        served.sender.publish(
+            {path: x for path, x in served.tree.items() if path != "one"}, 2
+        )
     with pytest.raises(SyncError, match="leaf `wide` is deleted or donated; publish"):
-        sender.publish(tree | {"wide": deleted}, 2)
+        served.sender.publish(served.tree | {"wide": deleted}, 2)
     # Nothing of it was published, and the number is still free.
-    receiver = receiver_of(plan, dst, sender)
+    receiver = served.receiver()
     assert receiver.pull(check_content=True)
     assert receiver.revision == 1
-    sender.publish(tree | {"wide": np.asarray(wide), "one": np.float32(3)}, 2)
+    served.sender.publish(
+        served.tree | {"wide": np.asarray(wide), "one": np.float32(3)}, 2
+    )
     assert receiver.pull(check_content=True)
     same(receiver.arrays["wide"], wide)
 
 
 def test_arrays_may_lie_otherwise_than_planned(served):
-    _, dst, plan, tree, sender = served
-    receiver = receiver_of(plan, dst, sender)
+    receiver = served.receiver()
     layouts = [P(None, "b"), P(), P(("b", "a"))]
     for revision, spec in enumerate(layouts):
-        wide = jax.device_put(tree["wide"], jax.NamedSharding(mesh(0), spec))
-        single = jax.device_put(tree["eight"], jax.devices()[2])
-        sender.publish({**tree, "wide": wide, "eight": single}, revision)
+        wide = jax.device_put(served.tree["wide"], jax.NamedSharding(mesh(0), spec))
+        single = jax.device_put(served.tree["eight"], jax.devices()[2])
+        served.sender.publish({**served.tree, "wide": wide, "eight": single}, revision)
         assert receiver.pull(check_content=True)
-        for path, leaf in tree.items():
+        for path, leaf in served.tree.items():
             same(bits(receiver.arrays[path]), bits(leaf))
 
 
@@ -188,9 +197,8 @@ def test_a_tree_of_empty_leaves_and_constants_is_pulled():
 
 
 def test_another_secret_gets_nothing(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    receiver = receiver_of(plan, dst, sender, secret=b"another" * 4)
+    served.sender.publish(served.tree, 1)
+    receiver = served.receiver(secret=b"another" * 4)
     with pytest.raises(SyncError, match="do both jobs have the same secret"):
         receiver.pull()
     assert receiver.arrays is None
@@ -198,26 +206,33 @@ def test_another_secret_gets_nothing(served):
     secrets: list[Any] = [b"short", "text" * 8]
     for secret, text in zip(secrets, ("has at least 16", "of type str"), strict=True):
         with pytest.raises(SyncError, match=text):
-            Sender(plan, secret)
+            Sender(served.plan, secret)
 
 
 def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
-    src, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves}
-    eight = planned(tree, specs | {"eight": P(None, "b")}, mesh(4))
-    wide = planned(tree, specs | {"wide": P(None, "a")}, mesh(4))
-    fewer = planned({"wide": tree["wide"]}, {"wide": P()}, mesh(4))
+    served.sender.publish(served.tree, 1)
+    specs = {leaf.path: leaf.spec for leaf in served.dst.content.leaves}
+    eight = planned(served.tree, specs | {"eight": P(None, "b")}, mesh(4))
+    wide = planned(served.tree, specs | {"wide": P(None, "a")}, mesh(4))
+    fewer = planned({"wide": served.tree["wide"]}, {"wide": P()}, mesh(4))
     for other, target, text in (
-        (plan_transfer(src, eight), eight, "leaf `eight`"),
-        (plan_transfer(src, dst, memory_limit_bytes=64), dst, "limits"),
-        (plan, wide, "leaf `wide` lies in `dst` otherwise"),
-        (plan, fewer, "is in only one of `dst` and the transfer's plan"),
-        (job((1, 4), receiver=3)[2], dst, "no part for the receiving process 0"),
-        (job((2, 1))[2], dst, "1 addresses for 2 sending processes"),
+        (plan_transfer(served.src, eight), eight, "leaf `eight`"),
+        (
+            plan_transfer(served.src, served.dst, memory_limit_bytes=64),
+            served.dst,
+            "limits",
+        ),
+        (served.plan, wide, "leaf `wide` lies in `dst` otherwise"),
+        (served.plan, fewer, "is in only one of `dst` and the transfer's plan"),
+        (
+            job((1, 4), receiver=3).plan,
+            served.dst,
+            "no part for the receiving process 0",
+        ),
+        (job((2, 1)).plan, served.dst, "1 addresses for 2 sending processes"),
     ):
         with pytest.raises(PlanMismatchError, match=text):
-            receiver_of(other, target, sender).pull()
+            receiver_of(other, target, served.sender).pull()
     with pytest.raises(
         MeshError,
         match="`processes` is 3 for 4 devices; give a number that divides them",
@@ -226,49 +241,48 @@ def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
 
 
 def test_security_is_the_same_on_both_sides_and_named(served, caplog):
-    _, dst, plan, tree, sender = served
     choices: list[dict[str, Any]] = [{"encrypt": True}, {"security": "none"}]
     for options in choices:
-        receiver = receiver_of(plan, dst, sender, **options)
+        receiver = served.receiver(**options)
         with pytest.raises(SyncError, match="give both the same"):
             receiver.pull()
-        with sending(plan, **options) as other:
-            other.publish(tree, 1)
-            receiver = receiver_of(plan, dst, other, **options)
+        with sending(served.plan, **options) as other:
+            other.publish(served.tree, 1)
+            receiver = receiver_of(served.plan, served.dst, other, **options)
             assert receiver.pull(check_content=True)
-            for path, leaf in tree.items():
+            for path, leaf in served.tree.items():
                 same(bits(receiver.arrays[path]), bits(leaf))
     assert "has security='none': whoever is on the network" in caplog.text
     with pytest.raises(SyncError, match="is no way to secure a connection"):
-        Sender(plan, SECRET, security="none", encrypt=True)
+        Sender(served.plan, SECRET, security="none", encrypt=True)
 
 
 def test_a_sender_of_another_process_is_refused():
-    _, dst, plan, tree = job((2, 1))
+    transfer = job((2, 1))
     with pytest.raises(SyncError, match="`run` must name this run of the trainer"):
-        Sender(plan, SECRET)
+        Sender(transfer.plan, SECRET)
     with contextlib.ExitStack() as stack:
         senders = [
-            stack.enter_context(sending(plan, process=number, run="r"))
+            stack.enter_context(sending(transfer.plan, process=number, run="r"))
             for number in range(2)
         ]
         for sender in senders:
-            sender.publish(tree, 1)
-        receiver = receiver_of(plan, dst, *senders[::-1])
+            sender.publish(transfer.tree, 1)
+        receiver = receiver_of(transfer.plan, transfer.dst, *senders[::-1])
         with pytest.raises(SyncError, match="is that of the sending process 1, not 0"):
             receiver.pull()
 
 
 @pytest.mark.parametrize("process", [-1, 2, 1 << 33, "0"])
 def test_a_sender_that_the_plan_does_not_have_is_refused(process):
-    _, _, plan, _ = job((2, 1))
+    transfer = job((2, 1))
     text = f"no sending process {process!r}; it has the numbers .0, 1."
     with pytest.raises(PlanMismatchError, match=text):
-        Sender(plan, SECRET, process=process, run="r")
+        Sender(transfer.plan, SECRET, process=process, run="r")
 
 
 def test_a_sender_of_another_version_is_named():
-    _, dst, plan, _ = job()
+    transfer = job()
     hello = handshake.Hello(
         version=9,
         suite=1,
@@ -287,28 +301,30 @@ def test_a_sender_of_another_version_is_named():
         thread = threading.Thread(target=answer)
         thread.start()
         addresses = [server.getsockname()[:2]]
-        receiver = Receiver(plan, dst, addresses, SECRET, timeout_seconds=2)
+        receiver = Receiver(
+            transfer.plan, transfer.dst, addresses, SECRET, timeout_seconds=2
+        )
         with pytest.raises(SyncError, match="speaks version 9 of the protocol, and"):
             receiver.pull()
         thread.join()
 
 
 def test_two_senders_and_one_that_is_behind():
-    _, dst, plan, tree = job((2, 1))
+    transfer = job((2, 1))
     with contextlib.ExitStack() as stack:
         senders = [
-            stack.enter_context(sending(plan, process=number, run="r"))
+            stack.enter_context(sending(transfer.plan, process=number, run="r"))
             for number in range(2)
         ]
-        receiver = receiver_of(plan, dst, *senders)
+        receiver = receiver_of(transfer.plan, transfer.dst, *senders)
         for revision in (1, 2):
             for sender in senders:
-                sender.publish(tree, revision)
+                sender.publish(transfer.tree, revision)
             assert receiver.pull(check_content=True)
             assert receiver.revision == revision
-            for path, leaf in tree.items():
+            for path, leaf in transfer.tree.items():
                 same(bits(receiver.arrays[path]), bits(leaf))
-        senders[0].publish(tree, 3)
+        senders[0].publish(transfer.tree, 3)
         with pytest.raises(SyncError, match="offer the revisions"):
             receiver.pull()
         assert receiver.revision == 2
@@ -316,12 +332,13 @@ def test_two_senders_and_one_that_is_behind():
 
 def test_held_arrays_of_older_revisions_are_never_written(served):
     """Memory serves again only when no array is left that lies in it."""
-    _, dst, plan, tree, sender = served
-    receiver = receiver_of(plan, dst, sender)
+    receiver = served.receiver()
     held = []
     receiver.warm()
     for revision in range(1, 9):
-        sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
+        served.sender.publish(
+            {**served.tree, "wide": served.tree["wide"] * 0 + revision}, revision
+        )
         assert receiver.pull(check_content=True)
         wide = receiver.arrays["wide"]
         kept = (wide, np.asarray(wide.addressable_data(0)), wide + 0)[revision % 3]
@@ -331,7 +348,7 @@ def test_held_arrays_of_older_revisions_are_never_written(served):
     held.clear()
     pointers = set()
     for revision in range(9, 15):
-        sender.publish(tree, revision)
+        served.sender.publish(served.tree, revision)
         assert receiver.pull(check_content=True)
         wide = receiver.arrays["wide"]
         pointers.add(wide.addressable_data(0).unsafe_buffer_pointer())
@@ -340,12 +357,11 @@ def test_held_arrays_of_older_revisions_are_never_written(served):
 
 def test_two_revisions_lie_in_two_places_for_ever(served):
     """JAX lets go of a deleted array's memory later, at its next operation."""
-    _, dst, plan, tree, sender = served
-    receiver = receiver_of(plan, dst, sender)
+    receiver = served.receiver()
     places = set()
     held = []
     for revision in range(1, 9):
-        sender.publish(tree, revision)
+        served.sender.publish(served.tree, revision)
         held.clear()
         held.append(receiver.arrays)
         assert receiver.pull(check_content=True)
@@ -370,28 +386,20 @@ def stalled(sender, plan, receiver=0):
     return connection, frames.SocketChannel(peer)
 
 
-def large():
-    """A transfer that is larger than the buffers of sockets."""
-    array = jnp.zeros((4, 6 << 20), jnp.uint8)
-    tree = {"w": array}
-    src = planned(tree, {"w": P("a")}, mesh(0))
-    dst = planned(tree, {"w": P("a")}, mesh(4))
-    plan = plan_transfer(src, dst, memory_limit_bytes=1 << 20)
-    return src, dst, plan, jax.device_put(tree, src.shardings)
-
-
 def test_publish_waits_for_the_revision_that_is_read():
-    _, dst, plan, tree = large()
-    with sending(plan, timeout_seconds=20) as sender:
-        sender.publish(tree, 1)
-        connection, channel = stalled(sender, plan)
-        publishing = threading.Thread(target=sender.publish, args=(tree, 2))
+    transfer = large()
+    with sending(transfer.plan, timeout_seconds=20) as sender:
+        sender.publish(transfer.tree, 1)
+        connection, channel = stalled(sender, transfer.plan)
+        publishing = threading.Thread(target=sender.publish, args=(transfer.tree, 2))
         with connection:
             publishing.start()
             publishing.join(0.2)
             assert publishing.is_alive()
             # Others get the new revision meanwhile, and this one the old one, whole.
-            receiver = receiver_of(plan, dst, sender, timeout_seconds=20)
+            receiver = receiver_of(
+                transfer.plan, transfer.dst, sender, timeout_seconds=20
+            )
             assert receiver.pull(check_content=True)
             assert receiver.revision == 2
             for number in range(24):
@@ -402,19 +410,21 @@ def test_publish_waits_for_the_revision_that_is_read():
 
 
 def test_a_withdrawn_revision_says_why():
-    _, dst, plan, tree = large()
+    transfer = large()
     rounds = iter(range(24))
 
     def read(channel, count):
         for number in itertools.islice(rounds, count):
             channel.get(number, [np.empty(1 << 20, np.uint8)])
 
-    with sending(plan, timeout_seconds=2) as sender:
-        sender.publish(tree, 1)
-        connection, channel = stalled(sender, plan)
+    with sending(transfer.plan, timeout_seconds=2) as sender:
+        sender.publish(transfer.tree, 1)
+        connection, channel = stalled(sender, transfer.plan)
         with connection:
             begin = time.monotonic()
-            publishing = threading.Thread(target=sender.publish, args=(tree, 2))
+            publishing = threading.Thread(
+                target=sender.publish, args=(transfer.tree, 2)
+            )
             publishing.start()
             # Reading lets the sender begin another round, whose time-out ends after the
             # wait of `publish`.
@@ -424,7 +434,7 @@ def test_a_withdrawn_revision_says_why():
             assert 1 < time.monotonic() - begin < 4
             with pytest.raises(SyncError, match="revision 1 is withdrawn: the trainer"):
                 read(channel, 24)
-        receiver = receiver_of(plan, dst, sender, timeout_seconds=20)
+        receiver = receiver_of(transfer.plan, transfer.dst, sender, timeout_seconds=20)
         assert receiver.pull(check_content=True)
         assert receiver.revision == 2
 
@@ -433,11 +443,11 @@ def test_donated_arrays_are_pulled_whole_and_never_crash():
     """The trainer donates the last revision after each `publish`, and deletes each
     tenth one while it may be read.
     """
-    _, dst, plan, tree = large()
+    transfer = large()
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     done = threading.Event()
-    with sending(plan) as sender:
-        receiver = receiver_of(plan, dst, sender)
+    with sending(transfer.plan) as sender:
+        receiver = receiver_of(transfer.plan, transfer.dst, sender)
         seen = []
 
         def pull():
@@ -449,7 +459,7 @@ def test_donated_arrays_are_pulled_whole_and_never_crash():
                     assert seen[-1] == (receiver.revision, receiver.revision)
 
         pulling = threading.Thread(target=pull)
-        wide = tree["w"]
+        wide = transfer.tree["w"]
         sender.publish({"w": wide}, 0)
         pulling.start()
         for revision in range(1, 12):
@@ -468,44 +478,45 @@ def test_donated_arrays_are_pulled_whole_and_never_crash():
 
 
 def test_a_used_plan_pickles(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    receiver = receiver_of(plan, dst, sender)
+    served.sender.publish(served.tree, 1)
+    receiver = served.receiver()
     assert receiver.pull(check_content=True)
-    again = pickle.loads(pickle.dumps(plan))
+    again = pickle.loads(pickle.dumps(served.plan))
     assert isinstance(again, TransferPlan)
-    assert again.to_json() == plan.to_json()
-    assert receiver_of(again, dst, sender).pull(check_content=True)
+    assert again.to_json() == served.plan.to_json()
+    assert receiver_of(again, served.dst, served.sender).pull(check_content=True)
 
 
 def test_peers_without_the_secret_keep_nobody_out(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
+    served.sender.publish(served.tree, 1)
     count_before = threading.active_count()
-    peers = [socket.create_connection(sender.address) for _ in range(200)]
+    peers = [socket.create_connection(served.sender.address) for _ in range(200)]
     time.sleep(0.1)
     assert threading.active_count() - count_before <= MOST_UNPROVED + 4
     begin = time.monotonic()
-    assert receiver_of(plan, dst, sender).pull(check_content=True)
+    assert served.receiver().pull(check_content=True)
     assert time.monotonic() - begin < 2
     # Garbage instead of a hello ends a connection, and nothing else.
     for peer in peers:
         with contextlib.suppress(OSError):
             peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         peer.close()
-    assert receiver_of(plan, dst, sender).pull(check_content=True)
+    assert served.receiver().pull(check_content=True)
 
 
 def test_many_peers_of_one_host_keep_no_other_host_out(served):
     """They come between an honest receiver's connection and its proof."""
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
+    served.sender.publish(served.tree, 1)
     with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.create_connection(sender.address, 5))
+        connection = stack.enter_context(
+            socket.create_connection(served.sender.address, 5)
+        )
         address = ("127.0.0.2", 0)
         peers = []
         for _ in range(3 * MOST_UNPROVED):
-            peer = socket.create_connection(sender.address, 5, source_address=address)
+            peer = socket.create_connection(
+                served.sender.address, 5, source_address=address
+            )
             peers.append(stack.enter_context(peer))
         with contextlib.suppress(ConnectionResetError):
             # The last one that is closed for a newer one.
@@ -515,7 +526,7 @@ def test_many_peers_of_one_host_keep_no_other_host_out(served):
         ends = handshake.Ends(sender=0, receiver=0)
         session = handshake.as_receiver(line, SECRET, suite, ends)
         frame_line = frames.FrameLine(line, suite, session.keys)
-        request = messages.Request(plan.digest, None)
+        request = messages.Request(served.plan.digest, None)
         frame_line.send(frames.REQUEST, 0, [request.to_bytes()])
         _, body = frame_line.receive_message(frames.OFFER)
         assert messages.Offer.from_bytes(body).is_new
@@ -523,14 +534,13 @@ def test_many_peers_of_one_host_keep_no_other_host_out(served):
 
 def test_connections_that_are_aborted_are_no_end(served, monkeypatch, caplog):
     """Before they are accepted, and while they are."""
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
+    served.sender.publish(served.tree, 1)
     reset_on_close = struct.pack("ii", 1, 0)
     for _ in range(50):
-        peer = socket.create_connection(sender.address)
+        peer = socket.create_connection(served.sender.address)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
         peer.close()
-    assert receiver_of(plan, dst, sender).pull(check_content=True)
+    assert served.receiver().pull(check_content=True)
 
     accept = socket.socket.accept
     aborted = []
@@ -545,16 +555,15 @@ def test_connections_that_are_aborted_are_no_end(served, monkeypatch, caplog):
     # The accepting thread is in the original call once more.
     monkeypatch.setattr(socket.socket, "accept", accept_the_second)
     for _ in range(2):
-        socket.create_connection(sender.address).close()
-    receiver = receiver_of(plan, dst, sender)
+        socket.create_connection(served.sender.address).close()
+    receiver = served.receiver()
     assert receiver.pull(check_content=True)
     assert aborted
     assert "a connection was not accepted" in caplog.text
 
 
 def test_a_moment_without_descriptors_is_no_end(served, caplog):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
+    served.sender.publish(served.tree, 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     peers = []
     with contextlib.ExitStack() as stack:
@@ -564,17 +573,17 @@ def test_a_moment_without_descriptors_is_no_end(served, caplog):
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
         with contextlib.suppress(OSError):
             for _ in range(10):
-                peers.append(socket.create_connection(sender.address))
+                peers.append(socket.create_connection(served.sender.address))
                 time.sleep(0.02)
         # The last free descriptor is the peer's, and none is left to accept it with.
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, limits[1]))
-        peers.append(socket.create_connection(sender.address))
+        peers.append(socket.create_connection(served.sender.address))
         time.sleep(0.5)
         for peer in peers:
             peer.close()
     assert "a connection was not accepted" in caplog.text
-    sender.publish(tree, 2)
-    receiver = receiver_of(plan, dst, sender)
+    served.sender.publish(served.tree, 2)
+    receiver = served.receiver()
     assert receiver.pull(check_content=True)
     assert receiver.revision == 2
 
@@ -582,7 +591,7 @@ def test_a_moment_without_descriptors_is_no_end(served, caplog):
 def test_a_sender_without_cryptography_names_the_extra(monkeypatch):
     name = "cryptography.hazmat.primitives.asymmetric.x25519"
     monkeypatch.setitem(sys.modules, name, None)
-    plan = job()[2]
+    plan = job().plan
     with pytest.raises(SyncError, match=r"pip install 'shardfx\[sync\]'"):
         Sender(plan, SECRET)
     _, dst, plan, tree = job()
