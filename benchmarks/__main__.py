@@ -100,10 +100,10 @@ def _run(
             suite_flags = suites[name].parse_args([])
         repeats = flags.repeats or (3 if flags.quick else 9)
         options = Options(
-            flags.quick,
-            repeats,
-            devices,
-            suite_flags,
+            quick=flags.quick,
+            repeats=repeats,
+            devices=devices,
+            flags=suite_flags,
         )
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         entries = module.cases(options)

@@ -99,7 +99,9 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     suites = list(dict.fromkeys(row.suite for row in rows))
     low = min(min(row.speedups.values()) for row in rows)
     high = max(max(row.speedups.values()) for row in rows)
-    scale = _Scale(min(0.5, low * 0.9), max(2.0, high * 1.1), 430, 880)
+    scale = _Scale(
+        low=min(0.5, low * 0.9), high=max(2.0, high * 1.1), start=430, end=880
+    )
     marks = []
     y = 56
     for suite in suites:
@@ -247,8 +249,8 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     times = [point.seconds for point in points]
     for line in lines:
         times += [seconds for _, seconds in line]
-    across = _Scale(700, 150_000, 80, 640)
-    down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
+    across = _Scale(low=700, high=150_000, start=80, end=640)
+    down = _Scale(low=min(times) * 0.7, high=max(times) * 1.4, start=330, end=60)
     names = list(dict.fromkeys(point.library for point in points))
     looks = {
         name: _LOOKS[position % len(_LOOKS)] for position, name in enumerate(names)

@@ -143,7 +143,9 @@ def run_apart(
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices)
-    options = Options(quick, repeats, jax.devices(), argparse.Namespace())
+    options = Options(
+        quick=quick, repeats=repeats, devices=jax.devices(), flags=argparse.Namespace()
+    )
     module, name = target.split(":")
     entries = getattr(importlib.import_module(module), name)(options)
     unfinished = None if file is None else Unfinished(Path(file))

@@ -60,8 +60,13 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
         Rival("jax.jit", lambda: _peers.whole_jit(src, dst), right),
         Rival("jax.jit per leaf", lambda: _peers.jit_per_leaf(dst), right),
         Rival("jax.device_put", lambda: _peers.device_put(dst), right),
-        Rival("eformer", lambda: _peers.eformer(dst), right, ("eformer",)),
-        Rival("scalax", scalax, right, ("scalax",)),
+        Rival(
+            name="eformer",
+            make=lambda: _peers.eformer(dst),
+            check=right,
+            needs=("eformer",),
+        ),
+        Rival(name="scalax", make=scalax, check=right, needs=("scalax",)),
     )
     return Race(
         rivals=rivals,

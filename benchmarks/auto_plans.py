@@ -92,7 +92,9 @@ def of_zoo(make: Callable[[], tuple[Any, ...]]) -> Trained:
         params, *moments = step(params, *moments, *data)
         return params, tuple(moments)
 
-    return Trained(with_moments, params, adam_moments, tuple(data))
+    return Trained(
+        step=with_moments, params=params, init=adam_moments, data=tuple(data)
+    )
 
 
 def of_explicit(name: str) -> Trained:
@@ -100,7 +102,9 @@ def of_explicit(name: str) -> Trained:
     step, args = STEPS[name](Form(is_typed=False))
     if name.startswith("adamw"):
         params, _, *data = args
-        return Trained(step, params, optax.adamw(1e-3).init, tuple(data))
+        return Trained(
+            step=step, params=params, init=optax.adamw(1e-3).init, data=tuple(data)
+        )
     params, *data = args
 
     def without_moments(params, _moments, *data):
@@ -127,7 +131,7 @@ def cases() -> dict[str, Callable[[], Trained]]:
         found[f"explicit: {name}"] = lambda name=name: of_explicit(name)
     for name in PUBLISHED:
         found[f"published: {name}"] = lambda name=name: Trained(
-            None, published.tree(name), adam_moments
+            step=None, params=published.tree(name), init=adam_moments
         )
     return found
 

@@ -59,7 +59,12 @@ def main(words: list[str]) -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()[:1]
     text, failed = results(
-        Options(flags.quick, 3 if flags.quick else 9, devices, flags)
+        Options(
+            quick=flags.quick,
+            repeats=3 if flags.quick else 9,
+            devices=devices,
+            flags=flags,
+        )
     )
     flags.file.write_text(text)
     return 1 if failed else 0
@@ -237,7 +242,12 @@ def _load(device: Any, mebibytes: int) -> Race:
             lambda: lambda _: checkpoint.load(file, planned, progress=False),
             check,
         ),
-        Rival("load_file, device_put", by_library, check, ("safetensors",)),
+        Rival(
+            name="load_file, device_put",
+            make=by_library,
+            check=check,
+            needs=("safetensors",),
+        ),
         Rival(
             "the bytes alone, to the host",
             lambda: lambda _: np.fromfile(file, np.uint8),

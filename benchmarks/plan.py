@@ -198,10 +198,30 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
 
     rivals = (
         Rival("shardfx", lambda: planner(rules, mesh), right),
-        Rival("eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)),
-        Rival("scalax", lambda: _scalax(specs, mesh), right, ("scalax",)),
-        Rival("flax (no matching)", lambda: _flax(logical, mesh), right, ("flax",)),
-        Rival("big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)),
+        Rival(
+            name="eformer (matching only)",
+            make=lambda: _eformer(specs),
+            check=right,
+            needs=("eformer",),
+        ),
+        Rival(
+            name="scalax",
+            make=lambda: _scalax(specs, mesh),
+            check=right,
+            needs=("scalax",),
+        ),
+        Rival(
+            name="flax (no matching)",
+            make=lambda: _flax(logical, mesh),
+            check=right,
+            needs=("flax",),
+        ),
+        Rival(
+            name="big_vision",
+            make=lambda: _big_vision(rules, mesh),
+            check=None,
+            needs=("big_vision",),
+        ),
     )
     return Race(
         rivals=rivals,

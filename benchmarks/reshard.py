@@ -57,8 +57,10 @@ ALPA = {
     "case 3": Alpa(P(None, "x"), P("x")),
     "case 4": Alpa(P(None, ("x", "y")), P(("x", "y"))),
     "case 5": Alpa(P("y"), P("x")),
-    "case 6": Alpa(P("x"), P("x"), ((2, 4), (3, 4)), (768, 1024, 43)),
-    "cases 7 and 8": Alpa(P("y"), P(), ((1, 4), (2, 4))),
+    "case 6": Alpa(
+        source=P("x"), target=P("x"), sizes=((2, 4), (3, 4)), shape=(768, 1024, 43)
+    ),
+    "cases 7 and 8": Alpa(source=P("y"), target=P(), sizes=((1, 4), (2, 4))),
     "case 9": Alpa(P(None, "x"), P(None, None, "x")),
 }
 
@@ -276,8 +278,10 @@ def _race(
         Rival("shardfx", lambda: lambda x: reshard(x, dst), right),
         Rival("jax.jit", lambda: whole_jit(src, dst), right),
         Rival("jax.device_put", lambda: device_put(dst), right),
-        Rival("eformer", lambda: eformer(dst), right, ("eformer",)),
-        Rival("scalax", lambda: scalax(dst), right, ("scalax",)),
+        Rival(
+            name="eformer", make=lambda: eformer(dst), check=right, needs=("eformer",)
+        ),
+        Rival(name="scalax", make=lambda: scalax(dst), check=right, needs=("scalax",)),
     ]
     facts: dict[str, Value] = {"from": _text(src), "to": _text(dst)}
     if src.device_set == dst.device_set:
@@ -450,8 +454,8 @@ def _seen_before() -> Finding:
     def measure() -> dict[str, Value]:
         order = tuple(random.Random(0).sample(range(4096), 4096))
         src = StepLayout((16, 256), ((0,), (1,)))
-        dst = StepLayout((64, 64), ((1,), (0,)), order)
-        src = StepLayout(src.sizes, src.dims, tuple(range(4096)))
+        dst = StepLayout(sizes=(64, 64), dims=((1,), (0,)), order=order)
+        src = StepLayout(sizes=src.sizes, dims=src.dims, order=tuple(range(4096)))
         redistribute((65536, 65536), 16, src, dst)
         begin = time.perf_counter()
         for _ in range(1000):

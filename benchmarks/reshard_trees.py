@@ -146,12 +146,20 @@ def _many_leaves(
     if order is None:
         rivals.append(Rival("one jax.jit", jitted, _equal(values)))
         rivals.append(
-            Rival("eformer", lambda: _eformer(dst), _equal(values), ("eformer",))
+            Rival(
+                name="eformer",
+                make=lambda: _eformer(dst),
+                check=_equal(values),
+                needs=("eformer",),
+            )
         )
         if options.flags.scalax:
             rivals.append(
                 Rival(
-                    "scalax", lambda: _scalax(values, dst), _equal(values), ("scalax",)
+                    name="scalax",
+                    make=lambda: _scalax(values, dst),
+                    check=_equal(values),
+                    needs=("scalax",),
                 )
             )
     return Race(

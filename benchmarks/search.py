@@ -155,7 +155,7 @@ def _speed() -> dict[str, Value]:
     """
     step, *args = _large()
     classes = named_classes(trace(step, *args))
-    space = Space(classes, search_options(256, "v5p"), Limits())
+    space = Space(classes=classes, hardware=search_options(256, "v5p"), limits=Limits())
     machine = space.machine()
     seconds = []
     for _ in range(5):

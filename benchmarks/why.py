@@ -31,7 +31,9 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, make in models(jnp.bfloat16).items():
         step, *states, data = _laid(make())
-        on_chip = StepOnChip(step_of(step, [*states, *data]), chips.find("v5e"), step)
+        on_chip = StepOnChip(
+            step=step_of(step, [*states, *data]), chip=chips.find("v5e"), function=step
+        )
         print(f"{name:34} {judged(on_chip)}", flush=True)
 
 

@@ -99,7 +99,9 @@ def explained(
     takes at most `seconds`.
     """
     causes: dict[str, list[Group]] = {}
-    optimised = Configuration(configuration.python, configuration.shardy, True)
+    optimised = Configuration(
+        python=configuration.python, shardy=configuration.shardy, optimised=True
+    )
     with Child(configuration) as child, Child(optimised) as default:
         for group in found_groups:
             case = from_json(group.first.case)

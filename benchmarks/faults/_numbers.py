@@ -97,14 +97,21 @@ def _expected(
 ) -> Expected:
     if reference.dtype.kind not in "fc":
         is_stable = bool(np.all(alone == reference) and np.all(alone == perturbed))
-        return Expected(reference, alone, 0.0, is_stable)
+        return Expected(
+            reference=reference, alone=alone, allowed=0.0, is_stable=is_stable
+        )
     errors = (
         _largest(alone, reference),
         _largest(perturbed, reference),
         _epsilon(dtype) * _magnitude(reference),
     )
     allowed = ROUNDINGS * sum(errors)
-    return Expected(reference, alone, allowed, np.isfinite(allowed).item())
+    return Expected(
+        reference=reference,
+        alone=alone,
+        allowed=allowed,
+        is_stable=np.isfinite(allowed).item(),
+    )
 
 
 def compare(results: list[np.ndarray], expected: list[Expected]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def classes():
                 tensor = values.get("base_model_tp_plan") or {}
                 expert = values.get("base_model_ep_plan") or {}
                 if tensor or expert:
-                    plans = huggingface.Plans(tensor, expert, {})
+                    plans = huggingface.Plans(tensor=tensor, expert=expert, head={})
                     plans_by_class[file.stem, node.name] = plans
     return plans_by_class
 
@@ -179,7 +179,9 @@ def test_the_plan_of_experts_replaces_what_shards_them_inside():
         "layers.*.mlp.experts.down_proj": "moe_tp_down_rowwise",
     }
     plans = huggingface.Plans(
-        inside, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, {}
+        tensor=inside,
+        expert={"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"},
+        head={},
     )
     tree = {
         "layers.0.mlp.experts.gate_up_proj": struct((8, 64, 32)),
@@ -227,7 +229,9 @@ class SequenceConfig:
 
 def test_plans_for_sequence_parallelism_are_read():
     plans = huggingface.plans_of(SequenceConfig, sequence=True)
-    assert plans == huggingface.Plans(SequenceConfig.base_model_sp_plan, {}, {})
+    assert plans == huggingface.Plans(
+        tensor=SequenceConfig.base_model_sp_plan, expert={}, head={}
+    )
     with pytest.raises(RuleError, match="has no `base_model_sp_plan`"):
         huggingface.plans_of(int, sequence=True)
 
@@ -248,7 +252,7 @@ def test_the_plan_of_a_models_class_is_for_its_head():
     }
     tree |= {"model.norm.weight": struct((64,))}
     plans = huggingface.plans_of(LlamaForCausalLM)
-    body = huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {})
+    body = huggingface.Plans(tensor=LlamaConfig.base_model_tp_plan, expert={}, head={})
     assert (
         huggingface.plans_of(LlamaForCausalLM())
         == plans
@@ -273,16 +277,16 @@ def test_the_plan_of_a_models_class_is_for_its_head():
 
 
 EXPERTS = huggingface.Plans(
-    {
+    tensor={
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
     },
-    {
+    expert={
         "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
         "layers.*.mlp.experts.down_proj": "grouped_gemm",
     },
-    {},
+    head={},
 )
 
 ON_DISK = [

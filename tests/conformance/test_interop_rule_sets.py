@@ -390,10 +390,14 @@ def test_gin_files():
     read = t5x.partitioning_of(GIN)
     rules = presets.t5x(2, 2, [("rows", "data"), ("cols", None)])
     model_parallel_submesh = (2, 2, 1, 1)
-    expected = t5x.Partitioning(rules, 1, model_parallel_submesh)
+    expected = t5x.Partitioning(
+        rules=rules, num_partitions=1, model_parallel_submesh=model_parallel_submesh
+    )
     assert read == expected
     sizes = t5x.partitioning_of("partitioning.PjitPartitioner.num_partitions = 2\n")
-    assert sizes == t5x.Partitioning(presets.t5x(), 2, None)
+    assert sizes == t5x.Partitioning(
+        rules=presets.t5x(), num_partitions=2, model_parallel_submesh=None
+    )
     later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
     assert t5x.partitioning_of(later).num_partitions == 8
     text = (

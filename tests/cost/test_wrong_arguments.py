@@ -27,7 +27,7 @@ from shardfx.errors import (
 )
 
 
-SENT = Traffic((), 8, ("data",))
+SENT = Traffic(rows=(), devices=8, axes=("data",))
 MESH = MeshSpec({"data": 8})
 ROWS = jax.ShapeDtypeStruct(
     (64, 16), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), jax.P("data"))

@@ -44,11 +44,15 @@ def regular_mesh(sizes, chunks):
 def test_a_grid_is_a_value():
     axis_sizes = {"data": 4, "model": 2}
     chunk_ids = [(0, 0), (1, 0)]
-    grid = hosts.HostGrid(axis_sizes, {"data": 2}, chunk_ids)
+    grid = hosts.HostGrid(
+        axis_sizes=axis_sizes, num_chunks={"data": 2}, chunk_ids=chunk_ids
+    )
     axis_sizes = {"data": 4, "model": 2}
     num_chunks = {"model": 1, "data": 2}
     chunk_ids = ((0, 0), (1, 0))
-    same = hosts.HostGrid(axis_sizes, num_chunks, chunk_ids)
+    same = hosts.HostGrid(
+        axis_sizes=axis_sizes, num_chunks=num_chunks, chunk_ids=chunk_ids
+    )
     assert grid == same
     assert hash(grid) == hash(same)
     leaves = jax.tree.leaves(grid)
@@ -90,7 +94,9 @@ def test_a_grid_is_a_value():
 def test_a_grid_refuses(arguments, message):
     axis_sizes, num_chunks, chunk_ids = arguments
     with pytest.raises(MeshError, match=message):
-        hosts.HostGrid(axis_sizes, num_chunks, chunk_ids)
+        hosts.HostGrid(
+            axis_sizes=axis_sizes, num_chunks=num_chunks, chunk_ids=chunk_ids
+        )
 
 
 AXES = {"a": (1, 2, 4), "b": (1, 2, 6), "c": (1, 3)}
@@ -166,9 +172,33 @@ def test_shard_and_replica_ids_number_the_processes(order, count):
 
 def test_answers_are_plain_python_values():
     for asked, layout in (
-        ((8, None, GRID, 0), hosts.DataLayout(8, 0, 1, True)),
-        ((8, (), GRID, 3), hosts.DataLayout(8, 0, 1, False)),
-        ((None, ("replica", "data"), GRID, 3), hosts.DataLayout(8, 3, 4, True)),
+        (
+            (8, None, GRID, 0),
+            hosts.DataLayout(
+                batch_size=8,
+                shard_id=0,
+                num_shards=1,
+                is_first_host_in_replica_set=True,
+            ),
+        ),
+        (
+            (8, (), GRID, 3),
+            hosts.DataLayout(
+                batch_size=8,
+                shard_id=0,
+                num_shards=1,
+                is_first_host_in_replica_set=False,
+            ),
+        ),
+        (
+            (None, ("replica", "data"), GRID, 3),
+            hosts.DataLayout(
+                batch_size=8,
+                shard_id=3,
+                num_shards=4,
+                is_first_host_in_replica_set=True,
+            ),
+        ),
     ):
         answer = hosts.data_layout(*asked)
         assert answer == layout
@@ -294,7 +324,12 @@ def test_hosts_of_65536_devices_need_no_device():
     expected = hosts.LocalChunk(slices, 0)
     assert chunk == expected
     actual = hosts.data_layout(65536, ("replica", "data"), grid, 8191)
-    assert actual == hosts.DataLayout(65536, 8191, 8192, True)
+    assert actual == hosts.DataLayout(
+        batch_size=65536,
+        shard_id=8191,
+        num_shards=8192,
+        is_first_host_in_replica_set=True,
+    )
     bounds = (32, 32, 64, 1)
     host_bounds = (2, 2, 2, 1)
     submesh = (2, 2, 2, 1)

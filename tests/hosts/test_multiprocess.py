@@ -60,7 +60,12 @@ def test_processes_are_nodes_of_a_hybrid_mesh(job):
             tuple((i, 0) for i in range(count)),
         )
         assert result["grid"] == expected
-        assert result["layout"] == hosts.DataLayout(24, index, count, True)
+        assert result["layout"] == hosts.DataLayout(
+            batch_size=24,
+            shard_id=index,
+            num_shards=count,
+            is_first_host_in_replica_set=True,
+        )
         expected = (
             "hybrid: mesh_utils",
             [[row * count // 4] * 2 for row in range(4)],

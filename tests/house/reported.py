@@ -28,7 +28,7 @@ def listing(reports: list[Report]):
     def reported(source: str, test: str):
         def listed(tries: Callable[[pathlib.Path], object]):
             name = tries.__name__.replace("_", " ")
-            reports.append(Report(source, name, tries, test))
+            reports.append(Report(source=source, name=name, tries=tries, test=test))
             return tries
 
         return listed

@@ -146,7 +146,7 @@ def test_fit_goes_on_where_estimate_stopped():
     target = target_of(chips.find("v5e"), step.mesh)
     assert target is not None
     program = step._tpu_program(_step.bytecode(step.module("tpu")), None, None)
-    dumps = libtpu.TpuDumps(program, target.slices, target.order)
+    dumps = libtpu.TpuDumps(program=program, slices=target.slices, order=target.order)
     scheduled = dumps.scheduled
     process_id = libtpu._worker(libtpu.libtpu_path(), os.getpid())._process.pid
     # A process of many threads takes a moment to stop.
@@ -157,7 +157,7 @@ def test_fit_goes_on_where_estimate_stopped():
     assert dumps.texts.scheduled == scheduled
     assert children_of(process_id) == []
     # Another question ends a child that is stopped.
-    again = libtpu.TpuDumps(program, target.slices, target.order)
+    again = libtpu.TpuDumps(program=program, slices=target.slices, order=target.order)
     assert again.scheduled == scheduled
     assert step.tpu_partitioned(target.slices, target.order)
     assert children_of(process_id) == []

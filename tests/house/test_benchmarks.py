@@ -196,7 +196,12 @@ def test_the_pages_and_plots_are_what_the_committed_results_give():
 def test_every_suite_lists_cases_with_names_of_their_own(name):
     parser, suites = command._parser()
     for flags in ([], ["--quick"]):
-        options = Options(bool(flags), 1, jax.devices(), suites[name].parse_args(flags))
+        options = Options(
+            quick=bool(flags),
+            repeats=1,
+            devices=jax.devices(),
+            flags=suites[name].parse_args(flags),
+        )
         entries = command.importlib.import_module(
             f"benchmarks.{command.SUITES[name]}"
         ).cases(options)

@@ -93,7 +93,7 @@ def options() -> list[Option]:
         for name, annotation in annotations_of(value).items():
             values = strings_of(annotation)
             if values and not name.startswith("_"):
-                rows.append(Option(owner, name, values, text))
+                rows.append(Option(owner=owner, name=name, values=values, text=text))
     return rows
 
 

@@ -34,9 +34,9 @@ def space_of(
     step, *args = model
     classes = named_classes(trace(step, *args))
     return Space(
-        classes,
-        search_options(devices, chip, slices),
-        limits or Limits(),
+        classes=classes,
+        hardware=search_options(devices, chip, slices),
+        limits=limits or Limits(),
     )
 
 

@@ -53,7 +53,12 @@ def candidate(weight: jax.P, seconds: float) -> Candidate:
 
 @pytest.fixture(scope="module")
 def lowered():
-    return LoweredStep(residual, trace(residual, W, X), chips.find("h100"), MODEL)
+    return LoweredStep(
+        step=residual,
+        traced=trace(residual, W, X),
+        chip=chips.find("h100"),
+        model=MODEL,
+    )
 
 
 def test_a_search_drops_a_candidate_that_is_refuted(lowered):
@@ -86,7 +91,9 @@ def test_a_search_without_a_right_candidate_says_what_is_wrong(lowered):
 )
 def test_a_search_reads_the_program_that_libtpu_partitions():
     chip = chips.find("v5e")
-    lowered = LoweredStep(residual, trace(residual, W, X), chip, MODEL)
+    lowered = LoweredStep(
+        step=residual, traced=trace(residual, W, X), chip=chip, model=MODEL
+    )
     target = target_of(chip, MESH)
     assert target is not None
     wrong = candidate(jax.P("tensor", "fsdp"), 1.0)

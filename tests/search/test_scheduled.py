@@ -20,7 +20,9 @@ LIMIT = 100
 
 @pytest.fixture(scope="module")
 def lowered():
-    return LoweredStep(jnp.sum, trace(jnp.sum, X), OPTIONS.chip, MODEL)
+    return LoweredStep(
+        step=jnp.sum, traced=trace(jnp.sum, X), chip=OPTIONS.chip, model=MODEL
+    )
 
 
 def candidate(axis: str, seconds: float, memory_bytes: int = 1) -> Candidate:

@@ -117,7 +117,7 @@ def assert_moved(
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
     shard_shape = dst.shard_shape(shape)
     chunk = min(part, block)
-    chunks = Chunks(dim, block, chunk, shard_shape)
+    chunks = Chunks(dim=dim, block=block, chunk=chunk, target_shape=shard_shape)
     array = moved(
         values,
         src=src,
@@ -216,7 +216,13 @@ COLUMNS = StepLayout((64,), ((), (0,)))
     [
         # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there
         # would be 256 x 16.
-        ((8256, 4160), 16, ROWS, COLUMNS, Chunks(0, 129, 17, (8256, 65))),
+        (
+            (8256, 4160),
+            16,
+            ROWS,
+            COLUMNS,
+            Chunks(dim=0, block=129, chunk=17, target_shape=(8256, 65)),
+        ),
         ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
         ((640, 640), 16, ROWS, COLUMNS, None),  # small
         (
@@ -224,7 +230,7 @@ COLUMNS = StepLayout((64,), ((), (0,)))
             16,
             ROWS,
             StepLayout((64,), ((), ())),
-            Chunks(1, 4160, 520, (8256, 4160)),
+            Chunks(dim=1, block=4160, chunk=520, target_shape=(8256, 4160)),
         ),
         # Nothing but a slice.
         (
@@ -242,7 +248,7 @@ COLUMNS = StepLayout((64,), ((), (0,)))
             16,
             StepLayout((64,), ((0,), (), ())),
             StepLayout((64,), ((), (0,), ())),
-            Chunks(0, 80, 10, (5120, 1, 80)),
+            Chunks(dim=0, block=80, chunk=10, target_shape=(5120, 1, 80)),
         ),
     ],
 )
@@ -271,7 +277,7 @@ def grid(*sizes: int) -> StepLayout:
             (8192, 8192),
             grid(16, 4),
             StepLayout((4, 2, 8), ((), (2, 0))),
-            Chunks(0, 512, 256, (8192, 256)),
+            Chunks(dim=0, block=512, chunk=256, target_shape=(8192, 256)),
         ),
         # The same, two tiles wide: the compiler finds room.
         ((8192, 16384), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),
@@ -280,7 +286,7 @@ def grid(*sizes: int) -> StepLayout:
             (8192, 8192),
             StepLayout((4, 16), ((1, 0), ())),
             StepLayout((2, 2, 8, 2), ((0,), (2, 1))),
-            Chunks(0, 128, 64, (4096, 512)),
+            Chunks(dim=0, block=128, chunk=64, target_shape=(4096, 512)),
         ),
         # Parts in the order in which they lie.
         (

@@ -227,11 +227,11 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
         # the ends are alike.
         (
             (720,),
-            StepLayout((288, 2, 5), ((2,),), tuple(range(2880))),
+            StepLayout(sizes=(288, 2, 5), dims=((2,),), order=tuple(range(2880))),
             StepLayout(
-                (36, 4, 20),
-                ((0, 2),),
-                tuple(np.random.default_rng(0).permutation(2880).tolist()),
+                sizes=(36, 4, 20),
+                dims=((0, 2),),
+                order=tuple(np.random.default_rng(0).permutation(2880).tolist()),
             ),
             True,
         ),

@@ -186,8 +186,10 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
         ),
         (
             (6, 10),
-            StepLayout((10, 3), ((), (0,)), tuple(range(30))),
-            StepLayout((5, 2, 3), ((1, 2), ()), tuple(range(30))[::-1]),
+            StepLayout(sizes=(10, 3), dims=((), (0,)), order=tuple(range(30))),
+            StepLayout(
+                sizes=(5, 2, 3), dims=((1, 2), ()), order=tuple(range(30))[::-1]
+            ),
         ),
         # Joined factors that dimensions have no room for are taken apart.
         ((12,), StepLayout((12, 16), ((0,),)), StepLayout((32, 6), ((1,),))),
@@ -212,8 +214,8 @@ def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
     rank = len(src)
     devices = math.prod(sizes)
     order_of_source = tuple(range(devices))
-    source = StepLayout(sizes, src, order_of_source)
-    target = StepLayout(sizes, dst, order)
+    source = StepLayout(sizes=sizes, dims=src, order=order_of_source)
+    target = StepLayout(sizes=sizes, dims=dst, order=order)
     shape = (16,) * rank
     plan = check(
         shape,
@@ -234,12 +236,12 @@ def test_gathers_along_factors_of_two_meshes_stay_two():
     order_of_ours = (0, 1, 2, 3, 4, 5, 6, 7)
     ours = []
     for axes in cases:
-        ours.append(StepLayout((2, 2, 2), (axes,), order_of_ours))
+        ours.append(StepLayout(sizes=(2, 2, 2), dims=(axes,), order=order_of_ours))
     cases = ((1, 0), (1,))
     order_of_theirs = (1, 0, 4, 5, 2, 3, 6, 7)
     theirs = []
     for axes in cases:
-        theirs.append(StepLayout((2, 2, 2), (axes,), order_of_theirs))
+        theirs.append(StepLayout(sizes=(2, 2, 2), dims=(axes,), order=order_of_theirs))
     path = path_along(ours, theirs)
     actual = []
     for step in path:
@@ -299,11 +301,11 @@ def test_an_axis_that_spans_slices_is_two():
     sizes = (2, 4, 2, 3)
     dims = ((2,), (3, 0, 1))
     weights = (10.0, 1.0, 10.0, 1.0)
-    expected = StepLayout(sizes, dims, None, weights)
+    expected = StepLayout(sizes=sizes, dims=dims, order=None, weights=weights)
     assert actual == expected
     far_mesh = MeshSpec({"a": 8}, dcn={"a": 8})
     actual = layout(far_mesh, P("a"), 1)
-    expected = StepLayout((8,), ((0,),), None, (10.0,))
+    expected = StepLayout(sizes=(8,), dims=((0,),), order=None, weights=(10.0,))
     assert actual == expected
 
 
@@ -367,8 +369,8 @@ def test_equal_moves_are_planned_once():
         # The first mesh names no devices, so none are known to be in both.
         (StepLayout((2,), ((0,),)), StepLayout((3,), ((),)), r"sizes \(3,\)\); move"),
         (
-            StepLayout((2,), ((0,),), (0, 1)),
-            StepLayout((2,), ((),), (1, 2)),
+            StepLayout(sizes=(2,), dims=((0,),), order=(0, 1)),
+            StepLayout(sizes=(2,), dims=((),), order=(1, 2)),
             r"sizes \(2,\)\), and 1 are in both; move",
         ),
     ],
