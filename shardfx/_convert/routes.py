@@ -134,12 +134,11 @@ def number_copies(
         pairs = [(copied_to(steps, path), path) for path in numbers]
     else:
         pairs = [(path, copied_from(steps, path)) for path in targets]
-    routes = tuple(
-        (target, source)
-        for target, source in pairs
-        if target is not None and source is not None and source in numbers
-    )
-    return NumberCopies(kinds, routes)
+    routes: list[tuple[str, str]] = []
+    for target, source in pairs:
+        if target is not None and source is not None and source in numbers:
+            routes.append((target, source))
+    return NumberCopies(kinds, tuple(routes))
 
 
 def bound_with(

@@ -212,11 +212,11 @@ def form_of(
         return _dot(instruction, views)
     if opcode == "iota":
         along = int(attribute(instruction, "iota_dimension"))
-        dims = tuple(0 if dim == along else None for dim in range(len(shape)))
+        iota_dims: list[int | None] = [None] * len(shape)
+        iota_dims[along] = 0
         # An iota is one value whatever its size, as long as any.
-        return Form(
-            key=("iota", arrays_in(instruction.result)[0].dtype), dims=dims, kept=()
-        )
+        key = ("iota", arrays_in(instruction.result)[0].dtype)
+        return Form(key=key, dims=tuple(iota_dims), kept=())
     if opcode == "constant":
         dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
         dims = tuple(range(len(shape)))

@@ -288,13 +288,12 @@ def with_all_axes(context: Context, held: Held) -> Held:
             first_rows.append(axis)
     axes = list(held.axes)
     for axis in sorted(dropped_axes, key=lambda axis: axis.dim):
-        free_places = [
-            place
-            for place, other in enumerate(axes)
-            if held.shape[place] == 1
-            and (other is None or not other.cut.starts.any())
-            and _keeps_order(axes, place, axis.dim)
-        ]
+        free_places: list[int] = []
+        for place, other in enumerate(axes):
+            is_cut = other is not None and bool(other.cut.starts.any())
+            is_free = held.shape[place] == 1 and not is_cut
+            if is_free and _keeps_order(axes, place, axis.dim):
+                free_places.append(place)
         if not free_places:
             raise Unjudged("a reshape that drops a cut dimension")
         axes[free_places[0]] = axis

@@ -85,13 +85,12 @@ def _selected_on_devices(
     ):
         pairs = list(zip(on_part.axes, other.axes, strict=True))
         if all(first is None or second is not None for first, second in pairs):
-            differing_dims = [
-                dim
-                for dim, (first, second) in enumerate(pairs)
-                if first is not None
-                and second is not None
-                and first.cut is not second.cut
-            ]
+            differing_dims = []
+            for dim, (first, second) in enumerate(pairs):
+                if first is None or second is None:
+                    continue
+                if first.cut is not second.cut:
+                    differing_dims.append(dim)
             held = on_part
             for dim in differing_dims:
                 chosen_positions = np.repeat(chosen[:, None], shape[dim], axis=1)

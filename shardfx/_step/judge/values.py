@@ -295,7 +295,7 @@ class Values:
         multiplied, constant = node.operands
         factor = self._scalars.get(constant.view.root)
         if factor is None and node.opcode == "multiply":
-            multiplied, constant = constant, multiplied
+            constant, multiplied = node.operands
             factor = self._scalars.get(constant.view.root)
         # A transposed operand is another view of its value.
         if not factor or multiplied.view.dims != tuple(range(len(node.shape))):
