@@ -1,11 +1,15 @@
 """The known TPUs and GPUs as `Chip` values, each number with its source."""
 
-from typing import Any
+from typing import TypeAlias
 
 from ._chip import Chip
 
 
-def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
+# The peak rates of arithmetic by dtype.
+_Peaks: TypeAlias = tuple[tuple[str, float], ...]
+
+
+def _peaks(**teraflops: int) -> _Peaks:
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
@@ -38,28 +42,39 @@ _TPU_SOURCES = {
 }
 
 
-def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> Chip:
-    """The `Chip` of a TPU with `devices` JAX devices. `host_link` is the bandwidth to
-    the host, if it is known. `sources` has, by a field's name, the source of its value.
-
-    `row` has the name; the values of `device.device_kind`; nominal and usable memory in
-    GiB; the bandwidths of memory, of a link and of the data-center network; the number
-    of torus dimensions; the chips of a pod; and the peak rates of arithmetic, from
-    `_peaks`.
+def _tpu(
+    *,
+    name: str,
+    kinds: tuple[str, ...],
+    hbm_gib: float,
+    usable_gib: float,
+    memory_bandwidth: float,
+    link_bandwidth: float,
+    dcn_bandwidth: float,
+    torus_dims: int,
+    pod_chips: int,
+    flops: _Peaks,
+    devices: int = 1,
+    host_link: float = 0,
+    **sources: str,
+) -> Chip:
+    """The `Chip` of a TPU with `devices` JAX devices, whose `device_kind` is one of
+    `kinds`. `hbm_gib` is nominal. Bandwidths are in bytes per second: `host_link` is
+    the one to the host, 0 if it is not known. `sources` has, by a field's name, the
+    source of its value.
     """
-    name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     host_source = _PCIE if host_link else "not known"
     link_source = {"host_bytes_per_second": host_source, "hop_seconds": _HOP}
     return Chip(
         name=name,
-        hbm_bytes=_gib(hbm),
-        usable_hbm_bytes=_gib(usable),
-        hbm_bytes_per_second=memory,
+        hbm_bytes=_gib(hbm_gib),
+        usable_hbm_bytes=_gib(usable_gib),
+        hbm_bytes_per_second=memory_bandwidth,
         flops_per_second=flops,
-        link_bytes_per_second=link,
-        torus_dims=dims,
-        island_chips=pod,
-        dcn_bytes_per_second=dcn,
+        link_bytes_per_second=link_bandwidth,
+        torus_dims=torus_dims,
+        island_chips=pod_chips,
+        dcn_bytes_per_second=dcn_bandwidth,
         devices_per_chip=devices,
         tile=(8, 128),
         kinds=kinds,
@@ -71,16 +86,16 @@ def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> C
 
 TPUS: tuple[Chip, ...] = (
     _tpu(
-        *(
-            "v2",
-            ("TPU v2",),
-            16,
-            14.96,
-            (700e9, 62e9, 6.25e9),
-            2,
-            256,
-            _peaks(bfloat16=46),
-        ),
+        name="v2",
+        kinds=("TPU v2",),
+        hbm_gib=16,
+        usable_gib=14.96,
+        memory_bandwidth=700e9,
+        link_bandwidth=62e9,
+        dcn_bandwidth=6.25e9,
+        torus_dims=2,
+        pod_chips=256,
+        flops=_peaks(bfloat16=46),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 7.48 GiB a core",
         flops_per_second=_PAPER,
@@ -88,16 +103,16 @@ TPUS: tuple[Chip, ...] = (
         dcn_bytes_per_second=_EARLY_DCN,
     ),
     _tpu(
-        *(
-            "v3",
-            ("TPU v3",),
-            32,
-            30.96,
-            (900e9, 82e9, 6.25e9),
-            2,
-            1024,
-            _peaks(bfloat16=123),
-        ),
+        name="v3",
+        kinds=("TPU v3",),
+        hbm_gib=32,
+        usable_gib=30.96,
+        memory_bandwidth=900e9,
+        link_bandwidth=82e9,
+        dcn_bandwidth=6.25e9,
+        torus_dims=2,
+        pod_chips=1024,
+        flops=_peaks(bfloat16=123),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 15.48 GiB a core",
         link_bytes_per_second=(
@@ -106,48 +121,48 @@ TPUS: tuple[Chip, ...] = (
         dcn_bytes_per_second=_EARLY_DCN,
     ),
     _tpu(
-        *(
-            "v4",
-            ("TPU v4",),
-            32,
-            30.75,
-            (1.2e12, 45e9, 6.25e9),
-            3,
-            4096,
-            _peaks(bfloat16=275, int8=275),
-        ),
+        name="v4",
+        kinds=("TPU v4",),
+        hbm_gib=32,
+        usable_gib=30.75,
+        memory_bandwidth=1.2e12,
+        link_bandwidth=45e9,
+        dcn_bandwidth=6.25e9,
+        torus_dims=3,
+        pod_chips=4096,
+        flops=_peaks(bfloat16=275, int8=275),
         host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: maxtext#4117",
         link_bytes_per_second=_BOOK,
         dcn_bytes_per_second=f"{_BOOK}: 25 GB/s a host of 4 chips",
     ),
     _tpu(
-        *(
-            "v5e",
-            ("TPU v5 lite", "TPU v5e"),
-            16,
-            15.75,
-            (819e9, 45e9, 3.125e9),
-            2,
-            256,
-            _peaks(bfloat16=197, int8=393),
-        ),
+        name="v5e",
+        kinds=("TPU v5 lite", "TPU v5e"),
+        hbm_gib=16,
+        usable_gib=15.75,
+        memory_bandwidth=819e9,
+        link_bandwidth=45e9,
+        dcn_bandwidth=3.125e9,
+        torus_dims=2,
+        pod_chips=256,
+        flops=_peaks(bfloat16=197, int8=393),
         host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: kubernetes-engine-samples#1467",
         link_bytes_per_second=f"{_NOMINAL} 50 GB/s a link",
         dcn_bytes_per_second=f"{_DOCS}: 2 cards of 100 Gb/s a host of 8 chips",
     ),
     _tpu(
-        *(
-            "v5p",
-            ("TPU v5", "TPU v5p"),
-            96,
-            95.74,
-            (2.765e12, 90e9, 6.25e9),
-            3,
-            8960,
-            _peaks(bfloat16=459, int8=918),
-        ),
+        name="v5p",
+        kinds=("TPU v5", "TPU v5p"),
+        hbm_gib=96,
+        usable_gib=95.74,
+        memory_bandwidth=2.765e12,
+        link_bandwidth=90e9,
+        dcn_bandwidth=6.25e9,
+        torus_dims=3,
+        pod_chips=8960,
+        flops=_peaks(bfloat16=459, int8=918),
         host_link=16e9,
         hbm_bytes=f"{_BOOK}; sources differ: the {_DOCS}, give 95 GiB",
         usable_hbm_bytes=(
@@ -158,31 +173,31 @@ TPUS: tuple[Chip, ...] = (
         link_bytes_per_second=_LINKS,
     ),
     _tpu(
-        *(
-            "v6e",
-            ("TPU v6 lite", "TPU v6e"),
-            32,
-            31.25,
-            (1.638e12, 90e9, 12.5e9),
-            2,
-            256,
-        ),
-        _peaks(bfloat16=918, int8=1836, float8=918),
+        name="v6e",
+        kinds=("TPU v6 lite", "TPU v6e"),
+        hbm_gib=32,
+        usable_gib=31.25,
+        memory_bandwidth=1.638e12,
+        link_bandwidth=90e9,
+        dcn_bandwidth=12.5e9,
+        torus_dims=2,
+        pod_chips=256,
+        flops=_peaks(bfloat16=918, int8=1836, float8=918),
         host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: tpu-inference#1021",
         link_bytes_per_second=_LINKS,
     ),
     _tpu(
-        *(
-            "v7x",
-            ("TPU7x", "TPU7", "TPU v7", "TPU v7x"),
-            192,
-            189.5,
-            (7.38e12, 90e9, 12.5e9),
-            3,
-            9216,
-        ),
-        _peaks(bfloat16=2307, float8=4614),
+        name="v7x",
+        kinds=("TPU7x", "TPU7", "TPU v7", "TPU v7x"),
+        hbm_gib=192,
+        usable_gib=189.5,
+        memory_bandwidth=7.38e12,
+        link_bandwidth=90e9,
+        dcn_bandwidth=12.5e9,
+        torus_dims=3,
+        pod_chips=9216,
+        flops=_peaks(bfloat16=2307, float8=4614),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 94.75 GiB a device",
         link_bytes_per_second=(
@@ -218,7 +233,14 @@ _GPU_SOURCES = {
 
 
 def _gpu(
-    *row: Any,
+    *,
+    name: str,
+    kind: str,
+    hbm_gib: float,
+    usable_gib: float,
+    memory_bandwidth: float,
+    link_bandwidth: float,
+    flops: _Peaks,
     island: int = 8,
     dcn: float = 50e9,
     host_link: float = 64e9,
@@ -227,22 +249,18 @@ def _gpu(
 ) -> Chip:
     """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per
     second of the data-center network, and `host_link` bytes per second to the host; 0
-    if they are not known. `sources` and `_GPU_SOURCES` have, by a field's
-    name, the source of its value. `sheet` is the source of all others.
-
-    `row` has the name; the value of `device.device_kind`; nominal and usable memory in
-    GiB; the bandwidths of memory and of all links together; and the peak rates of
-    arithmetic, from `_peaks`.
+    if they are not known. `link_bandwidth` is that of all links together. `sources` and
+    `_GPU_SOURCES` have, by a field's name, the source of its value. `sheet` is the
+    source of all others.
     """
-    name, kind, hbm, usable, memory, link, flops = row
     pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
     return Chip(
         name=name,
-        hbm_bytes=_gib(hbm),
-        usable_hbm_bytes=_gib(usable),
-        hbm_bytes_per_second=memory,
+        hbm_bytes=_gib(hbm_gib),
+        usable_hbm_bytes=_gib(usable_gib),
+        hbm_bytes_per_second=memory_bandwidth,
         flops_per_second=flops,
-        link_bytes_per_second=link,
+        link_bytes_per_second=link_bandwidth,
         torus_dims=0,
         island_chips=island,
         dcn_bytes_per_second=dcn,
@@ -262,29 +280,67 @@ _MI300X = _peaks(bfloat16=1307, int8=2615, float8=2615, float32=654)
 
 GPUS: tuple[Chip, ...] = (
     _gpu(
-        *("a100-40", "NVIDIA A100-SXM4-40GB", 40, 39.4, 1.555e12, 300e9, _A100),
+        name="a100-40",
+        kind="NVIDIA A100-SXM4-40GB",
+        hbm_gib=40,
+        usable_gib=39.4,
+        memory_bandwidth=1.555e12,
+        link_bandwidth=300e9,
+        flops=_A100,
         dcn=25e9,
         host_link=32e9,
         dcn_bytes_per_second=_A100_DCN,
     ),
     _gpu(
-        *("a100", "NVIDIA A100-SXM4-80GB", 80, 79.15, 2.039e12, 300e9, _A100),
+        name="a100",
+        kind="NVIDIA A100-SXM4-80GB",
+        hbm_gib=80,
+        usable_gib=79.15,
+        memory_bandwidth=2.039e12,
+        link_bandwidth=300e9,
+        flops=_A100,
         dcn=25e9,
         host_link=32e9,
         dcn_bytes_per_second=_A100_DCN,
     ),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 79.18, 3.35e12, 450e9, _HOPPER),
     _gpu(
-        *("h200", "NVIDIA H200", 143_771 / 2**10, 139.8, 4.8e12, 450e9, _HOPPER),
+        name="h100",
+        kind="NVIDIA H100 80GB HBM3",
+        hbm_gib=80,
+        usable_gib=79.18,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=450e9,
+        flops=_HOPPER,
+    ),
+    _gpu(
+        name="h200",
+        kind="NVIDIA H200",
+        hbm_gib=143_771 / 2**10,
+        usable_gib=139.8,
+        memory_bandwidth=4.8e12,
+        link_bandwidth=450e9,
+        flops=_HOPPER,
         hbm_bytes=f"143,771 MiB, as the driver says; {_SHEET} says 141 GB",
         dcn_bytes_per_second="MLPerf system files: 400 Gb/s a GPU",
     ),
     _gpu(
-        *("b200", "NVIDIA B200", 192e9 / 2**30, 178.35, 8e12, 900e9, _B200),
+        name="b200",
+        kind="NVIDIA B200",
+        hbm_gib=192e9 / 2**30,
+        usable_gib=178.35,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        flops=_B200,
         hbm_bytes=f"{_NVIDIA}; sources differ: ml-engineering gives about 180 GB",
     ),
     _gpu(
-        *("gb200", "NVIDIA GB200", 186, 184.31, 8e12, 900e9, _GB200),
+        name="gb200",
+        kind="NVIDIA GB200",
+        hbm_gib=186,
+        usable_gib=184.31,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        flops=_GB200,
         island=72,
         host_link=0.0,
         host_bytes_per_second="not known for one GPU of a superchip",
@@ -293,7 +349,13 @@ GPUS: tuple[Chip, ...] = (
         sheet=_SHEET,
     ),
     _gpu(
-        *("mi300x", "AMD Instinct MI300X", 192, 191.69, 5.3e12, 448e9, _MI300X),
+        name="mi300x",
+        kind="AMD Instinct MI300X",
+        hbm_gib=192,
+        usable_gib=191.69,
+        memory_bandwidth=5.3e12,
+        link_bandwidth=448e9,
+        flops=_MI300X,
         usable_hbm_bytes=(
             f"{_GPU_SOURCES['usable_hbm_bytes']}; sources differ: 191.98 GiB"
         ),
