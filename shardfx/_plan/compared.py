@@ -168,11 +168,10 @@ def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
     if room < _LEAST_REASON_WIDTH:
         return []
     cut_rows = []
-    for row in rows:
-        reasons = row[-1]
+    for *cells, reasons in rows:
         if len(reasons) > room:
             reasons = f"{reasons[: room - 3]}..."
-        cut_rows.append((*row[:-1], reasons))
+        cut_rows.append((*cells, reasons))
     lines = table(cut_rows, right=NUMBERS)
     if max(map(len, lines)) <= width:
         return lines
@@ -193,9 +192,9 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     # Each regex finds fewer parts of the last column's text than the one before it.
     for regex_of_parts in _NARROWER_REASONS:
         shown = [rows[0]]
-        for row in rows[1:]:
-            parts = re.findall(regex_of_parts, row[-1])
-            shown.append((*row[:-1], " ".join(filter(None, parts))))
+        for *cells, reasons in rows[1:]:
+            parts = re.findall(regex_of_parts, reasons)
+            shown.append((*cells, " ".join(filter(None, parts))))
         lines = table(shown, right=NUMBERS)
         if width is None or max(map(len, lines)) <= width:
             return lines

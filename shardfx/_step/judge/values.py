@@ -509,15 +509,20 @@ def groups_of_reshape(
     sources = [dim for dim, size in enumerate(before) if size != 1]
     targets = [dim for dim, size in enumerate(after) if size != 1]
     while sources and targets:
-        group = ([sources.pop(0)], [targets.pop(0)])
-        before_size = before[group[0][0]]
-        after_size = after[group[1][0]]
+        source = sources.pop(0)
+        target = targets.pop(0)
+        merged = [source]
+        split = [target]
+        before_size = before[source]
+        after_size = after[target]
         while before_size != after_size:
             if before_size < after_size:
-                group[0].append(sources.pop(0))
-                before_size *= before[group[0][-1]]
+                source = sources.pop(0)
+                merged.append(source)
+                before_size *= before[source]
             else:
-                group[1].append(targets.pop(0))
-                after_size *= after[group[1][-1]]
-        groups.append(group)
+                target = targets.pop(0)
+                split.append(target)
+                after_size *= after[target]
+        groups.append((merged, split))
     return groups
