@@ -10,7 +10,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, chips, filter_jit, follow, plan
 from shardfx.cost import compile_for, fit
-from shardfx.cost._purpose import moment_groups
 from shardfx.errors import (
     ChipError,
     LeafTypeError,
@@ -262,30 +261,39 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
         assert "tiles" not in note
 
 
-def test_moments_are_found_in_whatever_argument_they_are():
-    paths = ["model/w/bias", "model/idle/bias", "opt/0/mu/w/bias", "opt/0/mu/idle/bias"]
-    names = ["parameters", "optimizer", "optimizer", "optimizer"]
-    assert moment_groups(paths, names) == [
-        "parameters",
-        "parameters",
-        "optimizer: 0/mu",
-        "optimizer: 0/mu",
-    ]
-    # The parameters and their moments in one argument.
-    state = [
-        path.replace("model", "state/params").replace("opt", "state/opt")
-        for path in paths
-    ]
-    actual = moment_groups(state[:1] + state[2:3], names[::2])
-    assert actual == [
-        "parameters",
-        "optimizer: opt/0/mu",
-    ]
-    actual = moment_groups(["w", "count"], ["parameters", "optimizer"])
-    assert actual == [
-        "parameters",
-        "optimizer: the rest",
-    ]
+def test_moments_are_found_beside_parameters_in_one_argument():
+    sharding = jax.NamedSharding(MESH.abstract(), P())
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    params = {"w": {"kernel": square}}
+    state = {"params": params, "opt": [{"mu": params}]}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]["kernel"]) ** 2)
+
+    def step(state, batch):
+        grads = jax.grad(loss)(state["params"], batch)
+        old_mu = state["opt"][0]["mu"]
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, old_mu, grads)
+        new = jax.tree.map(lambda p, m: p - m, state["params"], mu)
+        return {"params": new, "opt": [{"mu": mu}]}
+
+    sizes = groups(fit(step, state, square, chip="h100"))
+    assert sizes["parameters"] == 64 * 64 * 4
+    assert sizes["optimizer: opt/0/mu"] == 64 * 64 * 4
+
+
+def test_a_count_beside_a_bare_array_is_the_rest_of_an_optimizer():
+    sharding = jax.NamedSharding(MESH.abstract(), P())
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+
+    def step(w, count, batch):
+        grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        return w - 0.1 * grads, count + 1
+
+    sizes = groups(fit(step, w, count, w, chip="h100"))
+    assert sizes["parameters"] == 64 * 64 * 4
+    assert sizes["optimizer: the rest"] == 4
 
 
 def test_unchanged_weights_are_parameters_for_fit():
