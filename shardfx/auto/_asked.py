@@ -148,14 +148,14 @@ def _unrepeated_options(
         chip = EMULATED
     if isinstance(devices, str):
         return _options_of_text(devices, chip)
-    is_bool = isinstance(devices, bool)
-    if isinstance(devices, int) and not is_bool and devices > 0:
+    count = whole_number(devices) or 0
+    if count > 0:
         if chip is None:
             raise MeshError(
                 f"`devices={devices}` does not say which chip; add one, as"
                 ' `chip="v5e"`.'
             )
-        return SearchOptions(total=devices, chip=chips.find(chip))
+        return SearchOptions(total=count, chip=chips.find(chip))
     listed: list[Any] = []
     if isinstance(devices, Sequence):
         listed += devices

@@ -13,7 +13,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import PyTree
 
 from .. import chips
-from .._ground.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from .._ground.errors import (
+    LeafTypeError,
+    MeshError,
+    OutOfMemoryError,
+    RuleError,
+    whole_number,
+)
 from .._ground.misuse import called
 from .._ground.spec import array_bytes
 from .._ground.text import bytes_text, plural
@@ -250,6 +256,8 @@ def _init_of(optimizer: Any) -> Callable[..., Any] | None:
 
 def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     """Reads the arguments `devices` and `chip`."""
+    if (device_count := whole_number(devices)) is not None:
+        devices = device_count
     jax_devices = devices
     if isinstance(devices, int | str | MeshSpec | AbstractMesh):
         jax_devices = None

@@ -252,7 +252,9 @@ def _compile_targets(
     """The devices for which candidates are compiled; none without `verify`."""
     if verify is None:
         return ()
-    jax_devices = None if isinstance(devices, int | str) else devices
+    jax_devices = None
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        jax_devices = devices
     return devices_for(verify, options, jax_devices)
 
 

@@ -337,6 +337,18 @@ def test_the_reason_says_what_explicit_axes_need():
     assert value == 256 * 512
 
 
+def test_devices_are_counted_by_numbers_of_numpy_too():
+    tree = {"w": struct(2**15, 2**15)}
+    count = np.int64(16)
+    assert sfx.auto.plan(tree, count) == sfx.auto.plan(tree, 16)  # pyright: ignore[reportArgumentType]
+    step = lambda w, x: jnp.mean(x @ w["w"])
+    x = struct(64, 2**15)
+    options = {"chip": "v5e", "effort": "least", "keep": 1}
+    (by_numpy,) = sfx.auto.search(step, tree, x, devices=count, **options)  # pyright: ignore[reportArgumentType]
+    (usual,) = sfx.auto.search(step, tree, x, devices=16, **options)
+    assert by_numpy.mesh == usual.mesh
+
+
 def test_a_mesh_that_is_given_is_used():
     tree = {"w": struct(2**14, 2**14)}
     mesh = MeshSpec({"data": 2, "fsdp": 4})
