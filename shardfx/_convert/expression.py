@@ -92,6 +92,11 @@ class From:
         dtype: object,
     ) -> "From":
         """An array filled with one number, without any leaf of the source."""
+        if not isinstance(shape, Iterable):
+            raise MapError(
+                f"`From.constant` takes a shape, not {shape!r:.40}; write"
+                f" `({shape!r:.40},)` for an array of rank 1."
+            )
         return _operation("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod

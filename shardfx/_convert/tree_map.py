@@ -386,6 +386,7 @@ def bound(
     `MapError` with all leaves that have no rule or several rules, with all leaves of
     the wrong shape, and for an array that would be made of a number.
     """
+    check_map(map)
     return bound_with(numbers, map.steps, source, target)
 
 

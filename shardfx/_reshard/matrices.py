@@ -232,6 +232,11 @@ def map_matrices(
         ```
     """
     check_plan("plan", plan)
+    if not callable(fn):
+        raise LeafTypeError(
+            f"`fn` is a function of a matrix, not {fn!r:.80}; write `map_matrices(fn,"
+            " plan)`."
+        )
     over = (over,) if isinstance(over, str) else over
     memory_limit_bytes = bytes_or_none("memory_limit_bytes", memory_limit_bytes)
     exchanges, others = exchanges_of(plan, over, where or {}, memory_limit_bytes)

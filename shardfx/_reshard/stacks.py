@@ -18,7 +18,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
-from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
+from .._ground.errors import (
+    LeafTypeError,
+    MoveError,
+    RuleError,
+    SpecError,
+    check_type,
+)
 from .._ground.spec import DType, entries_at, entry_axes
 from .._ground.text import together
 from .._plan import LeafPlan, ShardPlan
@@ -190,6 +196,13 @@ def exchanges_of(
     (the first `many` dimensions count matrices, the next `rows` are rows), a function
     of the array, or `None`. `limit` is the most bytes per device; `None` for no limit.
     """
+    fix = 'write `where={"experts": (1, 1)}`'
+    check_type(what="where", value=where, expected=Mapping, error=RuleError, fix=fix)
+    if over is not None and not isinstance(over, Iterable):
+        raise SpecError(
+            f"`over` takes the name of a mesh axis, or several, not {over!r:.40}; the"
+            f" mesh has the axes {', '.join(plan.mesh.axis_names)}."
+        )
     matrices, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:

@@ -95,4 +95,5 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
         assert mesh.shape == {"data": 4, "tensor": 4}
         ```
     """
+    mesh = MeshSpec.of(mesh)
     return mesh.build(devices_of(target, num_slices=math.prod(mesh.dcn_sizes)))

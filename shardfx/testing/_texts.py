@@ -408,6 +408,13 @@ def shardings_text(shardings: StepShardings) -> str:
             f32[64,16] data,- (data: x)
         ```
     """
+    check_type(
+        what="shardings",
+        value=shardings,
+        expected=StepShardings,
+        error=LeafTypeError,
+        fix="give what `cost.shardings` returns",
+    )
     lines_by_place: dict[str, set[str]] = {}
     for row in shardings.rows:
         axes = []

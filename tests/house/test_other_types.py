@@ -23,6 +23,7 @@ from shardfx import (
     fsdp,
     hosts,
     lint,
+    map_matrices,
     match,
     plan,
     plan_reshard,
@@ -44,6 +45,7 @@ SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
 WEIGHTS = {"w": np.ones(8, np.float32)}
 ON_DEVICES = jax.NamedSharding(MESH.build(jax.devices()), jax.P("data"))
 CONFIG = config_of("llama")
+PLANNED = plan(SHAPES, MESH, paths=PathRules.parse("w->data"))
 # Type checkers would refuse these.
 NUMBER: Any = 3
 NOTHING: Any = None
@@ -239,6 +241,36 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
             lambda: maps.stacked(CONFIG).to(NO_DEVICES),
             MapError,
             "`to` takes the layout of the target, not MeshSpec",
+        ),
+        (
+            lambda: From.constant(1, NUMBER, "float32"),
+            MapError,
+            r"`From.constant` takes a shape, not 3; write `\(3,\)`",
+        ),
+        (
+            lambda: map_matrices(NUMBER, PLANNED),
+            LeafTypeError,
+            r"`fn` is a function of a matrix, not 3; write `map_matrices\(fn, plan\)`",
+        ),
+        (
+            lambda: map_matrices(abs, PLANNED, over=NUMBER),
+            SpecError,
+            "`over` takes the name of a mesh axis, or several, not 3",
+        ),
+        (
+            lambda: map_matrices(abs, PLANNED, where=TEXT),
+            RuleError,
+            "`where` must be of type Mapping, not str; write `where=",
+        ),
+        (
+            lambda: sync.plan_transfer(PLANNED, PLANNED, map=NUMBER),
+            MapError,
+            "`map` is a TreeMap, not int",
+        ),
+        (
+            lambda: testing.shardings_text(NUMBER),
+            LeafTypeError,
+            "`shardings` must be of type StepShardings, not int",
         ),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
         (
