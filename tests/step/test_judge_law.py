@@ -26,8 +26,21 @@ HEAD = """HloModule program, num_partitions=2
   ROOT %c = f32[] add(%a, %b)
 }
 
+%largest (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] maximum(%a, %b)
+}
+
 ENTRY %main {
+  %rows = s32[3,1] parameter(1), sharding={replicated}
+  %lowest = f32[] constant(-inf)
 """
+# The rows of a lookup; some are out of bounds.
+ROWS = np.array([3, -1, 1])
+LOOKUP = (
+    "offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1"
+)
 GROUP = "channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true"
 REPLICATED = "replicated"
 BY_ROWS = "devices=[2,1]<=[2]"
@@ -108,6 +121,13 @@ def add_add(operation: Operation) -> None:
         operation.program.add(text, operation.array + operation.other_array)
 
 
+def add_multiply(operation: Operation) -> None:
+    is_small = np.abs(operation.array).max() < 1e6
+    if is_small and operation.array.shape == operation.other_array.shape:
+        text = f"multiply(%{operation.name}, %{operation.other})"
+        operation.program.add(text, operation.array * operation.other_array)
+
+
 def padded(array: np.ndarray, paddings, number: np.ndarray) -> np.ndarray:
     """The array with padding of a number; negative padding takes elements away."""
     widths = [(0, 0)]
@@ -163,6 +183,20 @@ def add_transpose(operation: Operation) -> None:
         operation.add(text, operation.array.transpose(0, 2, 1))
 
 
+def add_reverse(operation: Operation) -> None:
+    if operation.rank:
+        text = f"reverse(%{operation.name}), dimensions={{0}}"
+        operation.add(text, operation.array[:, ::-1])
+
+
+def add_gather(operation: Operation) -> None:
+    if operation.rank == 2:
+        height, width = operation.shape
+        sizes = f"slice_sizes={{1,{width}}}"
+        text = f"gather(%{operation.name}, %rows), {LOOKUP}, {sizes}"
+        operation.add(text, operation.array[:, ROWS.clip(0, height - 1)])
+
+
 def add_reshape(operation: Operation) -> None:
     if not operation.rank:
         return
@@ -182,15 +216,26 @@ def add_reduce(operation: Operation) -> None:
         operation.add(text, operation.array.sum(axis=1))
 
 
+def add_maximum(operation: Operation) -> None:
+    if operation.rank:
+        name = operation.name
+        text = f"reduce(%{name}, %lowest), dimensions={{0}}, to_apply=%largest"
+        operation.add(text, operation.array.max(axis=1))
+
+
 LOCAL = (
     add_negate,
     add_add,
+    add_multiply,
     add_pad,
     add_slice,
     add_concatenate,
     add_transpose,
+    add_reverse,
+    add_gather,
     add_reshape,
     add_reduce,
+    add_maximum,
 )
 
 
@@ -210,6 +255,20 @@ def add_all_reduce(program: Program, _: random.Random, name: str) -> None:
     total = program.arrays[name].sum(axis=0)
     text = f"all-reduce(%{name}), {GROUP}, to_apply=%sum"
     program.add(text, np.stack([total, total]))
+
+
+def add_all_maximum(program: Program, _: random.Random, name: str) -> None:
+    largest = program.arrays[name].max(axis=0)
+    text = f"all-reduce(%{name}), {GROUP}, to_apply=%largest"
+    program.add(text, np.stack([largest, largest]))
+
+
+def add_reduce_scatter(program: Program, _: random.Random, name: str) -> None:
+    array = program.arrays[name]
+    if array.ndim > 1 and array.shape[1] % 2 == 0:
+        halves = np.split(array.sum(axis=0), 2)
+        text = f"reduce-scatter(%{name}), {GROUP}, dimensions={{0}}, to_apply=%sum"
+        program.add(text, np.stack(halves))
 
 
 def add_all_gather(program: Program, _: random.Random, name: str) -> None:
@@ -243,7 +302,14 @@ def add_permute(program: Program, rng: random.Random, name: str) -> None:
     program.add(f"collective-permute(%{name}), {text}", result)
 
 
-COLLECTIVES = (add_all_reduce, add_all_gather, add_all_to_all, add_permute)
+COLLECTIVES = (
+    add_all_reduce,
+    add_all_maximum,
+    add_reduce_scatter,
+    add_all_gather,
+    add_all_to_all,
+    add_permute,
+)
 
 
 def add_collective(program: Program, rng: random.Random) -> None:
