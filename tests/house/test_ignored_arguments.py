@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, checkpoint, cost
@@ -106,8 +105,8 @@ CALLS = {
 
 
 def indexed(path):
-    save_file({"w": np.ones((8, 8), np.float32)}, path / "c.safetensors")
-    return checkpoint.read_index(path / "c.safetensors")
+    checkpoint.save(path / "c", {"w": np.ones((8, 8), np.float32)})
+    return checkpoint.read_index(path / "c")
 
 
 @pytest.mark.parametrize("case", CALLS)

@@ -50,6 +50,7 @@ PLANNED = plan(SHAPES, MESH, paths=PathRules.parse("w->data"))
 NUMBER: Any = 3
 NOTHING: Any = None
 TEXT: Any = "ab"
+HALVES: Any = (8.5,)
 NO_DEVICES: Any = MESH
 
 
@@ -80,10 +81,10 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
         ),
         (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
         (
-            lambda: correct(jax.P(), (8.5,), MESH),
+            lambda: correct(jax.P(), HALVES, MESH),
             SpecError,
             r"holds 8.5, which is none",
-        ),  # pyright: ignore
+        ),
         (
             lambda: correct(jax.P(), (8,), MESH, min_bytes=TEXT),
             RuleError,
@@ -312,7 +313,9 @@ def test_numbers_of_a_transfer_are_whole_numbers(number):
 
 
 def test_sizes_of_a_mesh_may_be_of_numpy():
-    mesh = MeshSpec({"data": np.int64(4)}, dcn={"data": np.int32(2)})
+    sizes: Any = {"data": np.int64(4)}
+    slices: Any = {"data": np.int32(2)}
+    mesh = MeshSpec(sizes, dcn=slices)
     assert repr(mesh) == "MeshSpec({'data': 4}, dcn={'data': 2})"
     filled = MeshSpec({"data": -1}).fit(np.int64(4))  # pyright: ignore
     assert type(filled.size) is int
