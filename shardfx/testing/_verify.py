@@ -86,8 +86,8 @@ def verify(
     **Raises:**
 
     `MeshError` if no argument or plan has a mesh, or if it has more than 8,192 devices;
-    `ProgramError` if XLA cannot partition the step; any error of the step's code during
-    tracing.
+    `ProgramError` if XLA cannot partition the step, and for `compiled` beside a slice
+    in `compiler`; any error of the step's code during tracing.
 
     !!! Example
 
@@ -115,6 +115,11 @@ def verify(
         ```
     """
     platform = platform_of(compiler)
+    if compiled is not None and compiler != platform:
+        raise ProgramError(
+            f"`compiler={compiler!r:.40}` asks libtpu for its program, and `compiled` is"
+            " a finished one; leave one of them out."
+        )
     traced = step_of(step, args, mesh)
     programs = traced.programs(traced.platform_with_operations(platform))
     if compiled is not None:

@@ -67,6 +67,13 @@ CALLS = {
         error=ProgramError,
         message="Leave one of them out",
     ),
+    "a slice beside a finished program": Call(
+        make=lambda path: sfx.testing.verify(
+            jnp.sin, jnp.ones(8), compiler="tpu:v5e:2x4", compiled="HloModule m"
+        ),
+        error=ProgramError,
+        message="`compiled` is a finished one; leave one of them out",
+    ),
     "axes without paths": Call(
         make=lambda path: sfx.follow(lambda x: x, PLAN, axes=AxisRules([("a", None)])),
         error=RuleError,
