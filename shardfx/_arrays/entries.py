@@ -376,3 +376,10 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
                 ' "all-except-first", False or "none".'
             )
     return {keys.get(key, key): True for key in names_or_positions}
+
+
+def shown_key(key: int | str) -> str:
+    """The text of an argument for messages: its position, or its name in backticks."""
+    if isinstance(key, str):
+        return f"`{key}`"
+    return f"{key}"

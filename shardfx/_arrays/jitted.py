@@ -32,6 +32,7 @@ from .entries import (
     parameter_keys,
     refuse_what_is_planned,
     shardings_in,
+    shown_key,
     spread,
 )
 from .explicit_notes import explicit_axes_noted
@@ -46,7 +47,7 @@ from .given import (
     struct_of,
     without_devices,
 )
-from .partition import Parted, Static, node_data
+from .partition import Parted, Static, is_compared_by_value, node_data
 from .stages import Lowered, Traced, TracedArray, TracedCall
 
 
@@ -309,7 +310,7 @@ class Jitted(Generic[P, R]):
             static_positions=[
                 position for position, yes in enumerate(is_array) if not yes
             ],
-            compares_data=any(map(_is_compared_by_value, node_data(treedef))),
+            compares_data=any(map(is_compared_by_value, node_data(treedef))),
             first_of_shardings=first_of_shardings,
             is_donating=any(donated),
             checked_for_deletion=placed if any(donated) else first_of_shardings,
@@ -434,7 +435,7 @@ class Jitted(Generic[P, R]):
         for number, (key, name, tree) in enumerate(trees, -1):
             what = f"`{name}`"
             if key is not None:
-                what = f"argument {_shown(key)} of `{self._name}`"
+                what = f"argument {shown_key(key)} of `{self._name}`"
             leaves, treedef = jax.tree.flatten(tree)
             try:
                 shardings = spread(
@@ -498,7 +499,7 @@ class Jitted(Generic[P, R]):
                 continue
             with contextlib.suppress(PlanMismatchError):
                 spread(entry, tree, "", compare_shapes=compare_shapes)
-                return f" The plan of argument {_shown(other)} fits this argument."
+                return f" The plan of argument {shown_key(other)} fits this argument."
         return ""
 
     def _raise_if_entries_miss(self, args: Any, kwargs: Any) -> None:
@@ -526,9 +527,9 @@ class Jitted(Generic[P, R]):
         if without_argument and without_entry:
             raise PlanMismatchError(
                 "`in_shardings` has an entry for argument"
-                f" {_shown(without_argument[0])} of"
+                f" {shown_key(without_argument[0])} of"
                 f" `{self._name}{self._signature}`, which this call lacks, and none for"
-                f" argument {_shown(without_entry[0])}, which it has. Pass arguments by"
+                f" argument {shown_key(without_entry[0])}, which it has. Pass arguments by"
                 " position for a tuple, by name for a dict, or name them in the signature,"
                 " which `functools.wraps` keeps for decorators."
             )
@@ -584,17 +585,5 @@ class Jitted(Generic[P, R]):
         return tuple(returned)
 
 
-def _is_compared_by_value(value: object) -> bool:
-    """Whether values of this type can be equal without being the same object."""
-    return type(value).__eq__ is not object.__eq__
-
-
 def _is_array(leaf: object) -> bool:
     return is_array_type(type(leaf))
-
-
-def _shown(key: int | str) -> str:
-    """The text of an argument for messages: its position, or its name in backticks."""
-    if isinstance(key, str):
-        return f"`{key}`"
-    return f"{key}"

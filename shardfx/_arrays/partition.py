@@ -133,3 +133,8 @@ class Parted(NamedTuple):
 
     lists: Any
     rest: Any
+
+
+def is_compared_by_value(value: object) -> bool:
+    """Whether values of this type can be equal without being the same object."""
+    return type(value).__eq__ is not object.__eq__
