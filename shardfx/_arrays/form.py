@@ -14,6 +14,8 @@ class Form:
 
     **Arguments:**
 
+    - `treedef`, `leaf_types`: the structure of the function's arrays and its arguments,
+      and the type of each leaf.
     - `run`: the jitted function. It takes a static argument (all values that are no
       arrays) and then every array.
     - `is_array`: for each leaf of the function and its arguments, whether it is an
@@ -33,6 +35,8 @@ class Form:
       call.
     """
 
+    treedef: Any
+    leaf_types: tuple[type, ...]
     run: Any
     is_array: tuple[bool, ...]
     static_positions: list[int]
