@@ -96,7 +96,10 @@ def __getattr__(name: str) -> _typing.Any:
         misuse = _importlib.import_module(f"{__name__}._ground.misuse")
         raise misuse.lacking_in(__name__, name, __all__)
     room = _importlib.import_module(f"{__name__}.{_LATE[name]}")
-    return room if name == _LATE[name] else getattr(room, name)
+    value = room if name == _LATE[name] else getattr(room, name)
+    # `typing.get_type_hints` looks names up in the module's own namespace.
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

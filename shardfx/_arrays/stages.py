@@ -53,6 +53,15 @@ class TracedCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def _attribute_of(stage: object, field: str, name: str) -> Any:
+    """The attribute `name` of JAX's own object, which the field `field` of a stage
+    holds. A stage that `copy` makes has no fields yet.
+    """
+    if field not in vars(stage):
+        raise AttributeError(name)
+    return getattr(vars(stage)[field], name)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced(Generic[P, R]):
     """A function of `filter_jit` that is traced for arguments of certain shapes.
@@ -80,7 +89,7 @@ class Traced(Generic[P, R]):
         return self.traced.jaxpr
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.traced, name)
+        return _attribute_of(self, "traced", name)
 
     @property
     def argument_paths(self) -> dict[str, str]:
@@ -116,7 +125,7 @@ class Lowered(Generic[P, R]):
     argument_paths: dict[str, str]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.lowered, name)
+        return _attribute_of(self, "lowered", name)
 
     def compile(
         self,
@@ -146,4 +155,4 @@ class Compiled(Generic[P, R]):
         return self._call(self.compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.compiled, name)
+        return _attribute_of(self, "compiled", name)

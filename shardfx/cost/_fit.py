@@ -88,6 +88,10 @@ class Fit:
         default=None, repr=False, compare=False
     )
 
+    def __deepcopy__(self, memo: object) -> "Fit":
+        # Nothing of it changes, and JAX's traces cannot be copied.
+        return self
+
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes in one device's memory at one time during a step."""

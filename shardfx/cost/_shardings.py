@@ -60,6 +60,10 @@ class StepShardings:
     notes: tuple[str, ...]
     _explainer: Explainer = dataclasses.field(repr=False, compare=False)
 
+    def __deepcopy__(self, memo: object) -> "StepShardings":
+        # Nothing of it changes, and JAX's traces cannot be copied.
+        return self
+
     def at(self, line: str) -> "StepShardings":
         """The rows of the arrays that one source line computes.
 

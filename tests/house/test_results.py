@@ -9,6 +9,7 @@ import inspect
 import multiprocessing
 import pickle
 import re
+import typing
 from pathlib import Path
 
 import jax
@@ -120,6 +121,33 @@ def test_results_pickle_and_copy():
             assert type(twin) is type(result)
             assert str(twin) == str(result)
     assert count > 15
+
+
+def test_results_of_a_step_copy():
+    structs = made().structs
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    fitted = sfx.cost.fit(step, structs["w"], x, chip="v5e")
+    shardings = sfx.cost.shardings(step, structs["w"], x)
+    for result in (fitted, shardings):
+        assert copy.copy(result) == result
+        assert copy.deepcopy(result) == result
+
+
+def test_stages_of_a_function_copy():
+    """`copy` asked an object without fields for an attribute of JAX's, for ever."""
+    traced = sfx.filter_jit(step).trace(jnp.ones((8, 6)), jnp.ones((8, 8)))
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    assert copy.copy(traced).jaxpr is traced.jaxpr
+    assert copy.copy(lowered).as_text() == lowered.as_text()
+    assert copy.copy(compiled).as_text() == compiled.as_text()
+
+
+@pytest.mark.parametrize("name", named())
+def test_annotations_of_public_names_are_types(name):
+    value = looked_up(name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        typing.get_type_hints(value)
 
 
 def test_eight_threads_plan_alike():
