@@ -10,7 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ SCRIPTS = dict(
 # takes longer than the scripts do. No process has devices when it is forked. A fork
 # shares what it imports: frozen, no collection of garbage writes to it, which would
 # take longer than all else that a fork does. The coordinator of a test listens on this
-# machine alone.
+# machine alone. Each line that it reads has the processes of one job.
 RUNNER = """
 import functools, gc, json, os, runpy, sys
 import jax
@@ -49,16 +50,14 @@ imported = sfx.auto.plan, sfx.filter_jit, sfx.hosts.global_batch, checkpoint.sav
 gc.collect()
 gc.freeze()
 start = jax.distributed.initialize
-children = []
-for launch in json.load(sys.stdin):
-    child = os.fork()
-    if child:
-        children.append(child)
-        continue
+
+def run(launch):
+    os.chdir(launch["folder"])
     log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(launch["variables"])
+    jax.config.update("jax_num_cpu_devices", launch["devices"])
     sys.argv[1:] = launch["arguments"]
     address = launch["bind"]
     jax.distributed.initialize = functools.partial(
@@ -69,8 +68,16 @@ for launch in json.load(sys.stdin):
         cloud_tpu_cluster.running_in_cloud_tpu_vm = True
     runpy.run_path(launch["script"], run_name="__main__")
     print("sees GPUs", jax.config._read("jax_cuda_visible_devices"), flush=True)
-    sys.exit()
-print(json.dumps([os.waitpid(child, 0)[1] for child in children]))
+
+while line := sys.stdin.readline():
+    children = []
+    for launch in json.loads(line):
+        child = os.fork()
+        if not child:
+            run(launch)
+            sys.exit()
+        children.append(child)
+    print(json.dumps([os.waitpid(child, 0)[1] for child in children]), flush=True)
 """
 # What `ray_job.py` uses of Ray, with a process for each actor.
 RAY = """
@@ -210,8 +217,10 @@ def launches_of(
     (folder / script).write_text(script_for(launcher, count, port))
     return [
         {
+            "folder": str(folder),
             "script": script,
             "log": log,
+            "devices": DEVICES // count,
             "bind": f"127.0.0.1:{port}",
             "variables": launcher(index, count, port),
             "arguments": [str(count), str(index), *saved],
@@ -220,10 +229,13 @@ def launches_of(
     ]
 
 
-def statuses_of(folder: Path, launches: list[dict[str, Any]], count: int) -> list[int]:
-    """Starts processes, all at once, and returns their statuses. `count` of them share
-    the devices of a job.
-    """
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process of which those of all jobs are forks."""
+    folder = tmp_path_factory.mktemp("runner")
+    (folder / "train.py").write_text(SCRIPTS["train.py"])
+    (folder / "ray.py").write_text(RAY)
+    (folder / "runner.py").write_text(RUNNER)
     others = {
         name: value
         for name, value in os.environ.items()
@@ -232,10 +244,9 @@ def statuses_of(folder: Path, launches: list[dict[str, Any]], count: int) -> lis
     environment = {
         **others,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(DEVICES // count),
         "PYTHONPATH": str(ROOT),
     }
-    runner = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "runner.py"],
         cwd=folder,
         env=environment,
@@ -244,30 +255,51 @@ def statuses_of(folder: Path, launches: list[dict[str, Any]], count: int) -> lis
         text=True,
         start_new_session=True,
     )
+    yield process
+    _end(process)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _end(runner: subprocess.Popen[str]) -> None:
+    """Ends the process and its forks, which are of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(runner.pid, signal.SIGKILL)
+
+
+def statuses_of(
+    runner: subprocess.Popen[str], launches: list[dict[str, Any]]
+) -> list[int]:
+    """Starts processes, all at once, and returns their statuses."""
+    assert runner.stdin is not None
+    assert runner.stdout is not None
+    runner.stdin.write(f"{json.dumps(launches)}\n")
+    runner.stdin.flush()
+    deadline = threading.Timer(300, _end, [runner])
+    deadline.start()
     try:
-        printed, _ = runner.communicate(json.dumps(launches), timeout=300)
+        return json.loads(runner.stdout.readline())
     finally:
-        # Its forks are of its group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(runner.pid, signal.SIGKILL)
-    return json.loads(printed)
+        deadline.cancel()
 
 
 @pytest.fixture(scope="module", params=COUNTS)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def job(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: subprocess.Popen[str],
+) -> Job:
     """What came of each launcher's processes, all of which run at once."""
     count = request.param
     (resumed_count,) = set(COUNTS) - {count}
     folder = tmp_path_factory.mktemp("launchers")
-    for name, text in SCRIPTS.items():
-        (folder / name).write_text(text)
-    (folder / "ray.py").write_text(RAY)
-    (folder / "runner.py").write_text(RUNNER)
     launches = []
     for launcher in LAUNCHERS:
         log = f"{launcher.__name__}.txt"
         launches += launches_of(folder, launcher, count, log)
-    statuses = iter(statuses_of(folder, launches, count))
+    statuses = iter(statuses_of(runner, launches))
     ended = {}
     for launcher in LAUNCHERS:
         ended[launcher] = Ended(
@@ -282,7 +314,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         saved=("step_3",),
     )
     resumed = Ended(
-        statuses=statuses_of(folder, launches, resumed_count),
+        statuses=statuses_of(runner, launches),
         text=(folder / "resumed.txt").read_text(),
     )
     return Job(
