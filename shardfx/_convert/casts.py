@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._ground.copying import castable
+
 
 def cast_array(x: Any, to: Any) -> Any:
     """A NumPy or JAX array cast to another dtype.
@@ -14,10 +16,14 @@ def cast_array(x: Any, to: Any) -> Any:
     the nearest integer of the dtype, and NaN becomes 0. For such values, the result of
     NumPy's own `astype` depends on the machine.
     """
-    is_numpy = isinstance(x, np.ndarray | np.generic)
-    if is_numpy and is_rounded(x.dtype, to):
+    if not isinstance(x, np.ndarray | np.generic):
+        return x.astype(to)
+    if is_rounded(x.dtype, to):
         return _truncated(np.asarray(x), np.dtype(to))
-    return x.astype(to)
+    # As in JAX, a value too large for a smaller floating-point dtype becomes infinite
+    # without a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return castable(x, np.dtype(to)).astype(to)
 
 
 @ft.lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """Copies between NumPy views whose elements lie in memory in different orders."""
 
+import functools as ft
 import itertools as it
 import math
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
     """Copies `source` into `target` in blocks along the dimension `dim`, or in one step
     if `dim` is `None`.
     """
+    if target.dtype != source.dtype:
+        source = castable(source, target.dtype)
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -44,6 +47,25 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
     for start in range(0, target.shape[dim], step):
         block = (*all_of_dims_before, slice(start, start + step))
         np.copyto(target[block], source[block], casting="unsafe")
+
+
+def castable(x: Any, to: np.dtype) -> Any:
+    """The NumPy array `x`, in another dtype if NumPy itself has no cast to `to`."""
+    between = _dtype_between(x.dtype, to)
+    return x if between is None else x.astype(between)
+
+
+@ft.lru_cache(maxsize=256)
+def _dtype_between(stored: np.dtype, to: np.dtype) -> np.dtype | None:
+    """The dtype through which NumPy casts from `stored` to `to`; `None` if it needs
+    none. Of JAX's dtypes `float8_e8m0fnu` has few casts, and `int4` none to `uint4`.
+    """
+    try:
+        np.zeros(1, stored).astype(to)
+    except TypeError:
+        are_integers = {stored.name, to.name} == {"int4", "uint4"}
+        return np.dtype(np.int8 if are_integers else np.float32)
+    return None
 
 
 def block_dim(

@@ -366,3 +366,26 @@ def test_constants_are_stacked():
     tree_map = TreeMap({"x": constant.stack("i", count=2), "w": "w"})
     arrays = {"w": np.float32(1)}
     same(tree_map.apply(arrays)["x"], np.full((2, 3), 2, np.int32))
+
+
+CASTS = [
+    ("int4", "uint4", [-8, -1, 0, 7], [8, 15, 0, 7]),
+    ("uint4", "int4", [8, 15, 0, 7], [-8, -1, 0, 7]),
+    ("float8_e4m3fn", "float8_e8m0fnu", [0.5, 1, 4, 256], [0.5, 1, 4, 256]),
+    ("float8_e8m0fnu", "float8_e5m2", [0.5, 1, 4, 256], [0.5, 1, 4, 256]),
+    ("float32", "float16", [1e30, -1e30, 1, 0], [np.inf, -np.inf, 1, 0]),
+]
+
+
+@pytest.mark.parametrize("stored, to, values, expected", CASTS)
+def test_casts_that_numpy_lacks_or_warns_of(stored, to, values, expected):
+    array = np.asarray(values, np.float32).astype(jnp.dtype(stored))
+    cast = np.asarray(expected, np.float32).astype(jnp.dtype(to))
+    tree_map = TreeMap({"x": From("x").cast(to)})
+    same(tree_map.apply({"x": array})["x"], cast)
+    (made,) = pieces_of(tree_map, {"x": array}).values()
+    memory = np.zeros(4, made.dtype)
+    box = ((0, 4),)
+    for part in parts_within(made, box):
+        convert.fill(memory, box, part, reader({"x": array}))
+    same(memory, cast)
