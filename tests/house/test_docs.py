@@ -289,6 +289,18 @@ def test_a_page_that_takes_jax_devices_emulates_them_first():
             assert "jax_num_cpu_devices" in code[: devices.start()], page
 
 
+def test_no_title_stands_twice():
+    pages = [page for page in PAGES if page.name != "README.md"]
+    titles = [page.read_text().partition("\n")[0] for page in pages]
+    assert all(title.startswith("# ") for title in titles)
+    assert len({*titles}) == len(titles)
+    # The labels of the navigation.
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    labels = re.findall(r"- ([^:\n]+):", navigation)
+    assert len(labels) > len(titles)
+    assert len({*labels}) == len(labels)
+
+
 def test_pages_spell_partition_specs_one_way():
     """As `P`, which `from jax.sharding import PartitionSpec as P` defines."""
     other = re.compile(
