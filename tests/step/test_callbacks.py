@@ -10,7 +10,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx.errors import ProgramError, UnjudgedWarning
+from shardfx.errors import ProgramError
 
 
 MESH = sfx.MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
@@ -295,5 +295,4 @@ def test_an_operation_that_tpus_lack_is_judged_for_cpus():
         sfx.cost.estimate(eigenvalues, W)
     assert sfx.cost.estimate(eigenvalues, W, compiler="cpu").wire_bytes >= 0
     run = sfx.filter_jit(eigenvalues, check=sfx.testing.verify)
-    with pytest.warns(UnjudgedWarning, match="eig"):
-        assert run(W).shape == (8,)
+    assert run(W).shape == (8,)
