@@ -148,9 +148,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _StartedAssembly(NamedTuple):
-    """An assembly whose copies run in other threads, and a function that waits for the
-    array.
-    """
+    """An assembly that other threads copy, and a function that waits for the array."""
 
     target: NumberedAssembly
     wait: Callable[[], jax.Array]
@@ -499,8 +497,9 @@ def carry_out(
         # JAX's own device_put asserts that it has something to put.
         return labelled(x, move.dst)
     # JAX's own copy to another memory fails if the order of the devices changes, too.
-    in_old_memory = move.dst.with_memory_kind(move.src.memory_kind)
-    result = jax.device_put(labelled(x, in_old_memory), move.dst)
+    old_kind: Any = move.src.memory_kind
+    placed = labelled(x, move.dst.with_memory_kind(old_kind))
+    result = jax.device_put(placed, move.dst)
     if donate:
         # JAX itself cannot donate across memory kinds. The copy keeps what it reads
         # until it is done.
