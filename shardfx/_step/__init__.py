@@ -112,13 +112,13 @@ from .retracing import untraced
 from .step import Platform, Step, platform_of
 from .targets import LIBTPU_NAMES, Target, target_named
 from .tracing import (
-    EquinoxJitted,
-    JaxJitted,
     argument_names,
     compiler_options_of,
+    is_jitted,
     is_traced,
     mistakes_noted,
     step_of,
     unwrapped,
+    with_copied_arrays,
     without_compiler_options,
 )

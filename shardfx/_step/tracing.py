@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax._src import pjit
@@ -135,9 +137,14 @@ def step_of(
                 " that is jitted."
             )
         )
+    options = compiler_options_of(step)
     if isinstance(step, EquinoxJitted):
         return _step_of_function(
-            step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest)
+            step.__wrapped__,
+            args,
+            mesh,
+            donated_first_and_rest=(step.donate_first, step.donate_rest),
+            compiler_options=options,
         )
     if isinstance(step, JaxJitted):
         traced = step.trace(*args)
@@ -150,7 +157,9 @@ def step_of(
             _step_of_function(inner, args, mesh)
         if isinstance(traced, _JaxTraced):
             return _step_of_traced(traced, tuple(args), mesh)
-    return _step_of_function(function, args, mesh)
+    # Those of a partial function.
+    function = without_compiler_options(function)
+    return _step_of_function(function, args, mesh, compiler_options=options)
 
 
 def _raise_at_plans(args: Sequence[object]) -> None:
@@ -171,14 +180,42 @@ def unwrapped(step: Any) -> Any:
     )
 
 
-def compiler_options_of(step: Any) -> dict[str, Any]:
-    """The `compiler_options` with which a step was jitted by `jax.jit` or
-    `equinox.filter_jit`; empty for any other function.
+def is_jitted(step: object) -> bool:
+    """Whether a step is what `jax.jit`, `shardfx.filter_jit` or `equinox.filter_jit`
+    returned, or a partial function of one.
     """
-    info = getattr(_jitted_by_jax(step), "_jit_info", None)
+    return isinstance(_without_arguments(step), JaxJitted | EquinoxJitted)
+
+
+def compiler_options_of(step: object) -> dict[str, Any]:
+    """The `compiler_options` with which a step was jitted by `jax.jit` or
+    `equinox.filter_jit`, also one that is called by a partial function; empty for any
+    other function.
+    """
+    info = getattr(_jitted_by_jax(_without_arguments(step)), "_jit_info", None)
     if info is None:
         return {}
     return dict(info.compiler_options_kvs)
+
+
+def _without_arguments(step: Any) -> Any:
+    """The function that a partial function calls: a `functools.partial`, or an
+    `equinox.Partial`, as methods of `equinox.filter_jit` are. Any other step itself.
+    """
+    while isinstance(step, ft.partial | eqx.Partial):
+        step = step.func
+    return step
+
+
+def with_copied_arrays(step: Any) -> Any:
+    """The step, where a partial function has copies of the arrays with which it calls
+    a function, so that none of them is donated. Any other step is returned unchanged.
+    """
+    if not isinstance(step, ft.partial | eqx.Partial):
+        return step
+    arrays, others = eqx.partition((step.args, step.keywords), eqx.is_array)
+    args, keywords = eqx.combine(jax.tree.map(jnp.copy, arrays), others)
+    return type(step)(with_copied_arrays(step.func), *args, **keywords)
 
 
 def _jitted_by_jax(step: Any) -> Any:
@@ -196,6 +233,9 @@ def without_compiler_options(step: Any) -> Any:
     """
     if not compiler_options_of(step):
         return step
+    if isinstance(step, ft.partial | eqx.Partial):
+        function = without_compiler_options(step.func)
+        return type(step)(function, *step.args, **step.keywords)
     # JAX has no public way to jit a function again with its other options. All versions
     # from 0.9 on hold them so.
     jitted = _jitted_by_jax(step)
@@ -328,11 +368,13 @@ def _step_of_function(
     fn: Callable[..., object],
     args: Sequence[object],
     mesh: Any,
+    *,
     donated_first_and_rest: tuple[bool, bool] = (False, False),
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Traces `fn`. Leaves that are not arrays become constants of the program, as in
     `equinox.filter_jit`. `donated_first_and_rest` says whether the first argument is
-    donated, and whether the others are.
+    donated, and whether the others are. `compiler_options` are those of the step.
     """
     flats = [flatten(arg) for arg in args]
     names = argument_names(fn, len(args))
@@ -370,7 +412,12 @@ def _step_of_function(
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_positions))
+    jitted = jax.jit(
+        run,
+        keep_unused=True,
+        donate_argnums=tuple(donated_positions),
+        compiler_options=dict(compiler_options) if compiler_options else None,
+    )
     return Step(
         traced=jitted.trace(*arrays),
         args=tuple(args),

@@ -16,10 +16,10 @@ from .._ground.keys import raw
 from .._ground.purity import WatchedArguments
 from .._ground.tree import flatten
 from .._step import (
-    EquinoxJitted,
-    JaxJitted,
     compiler_options_of,
+    is_jitted,
     mistakes_noted,
+    with_copied_arrays,
     without_compiler_options,
     without_mesh,
 )
@@ -81,12 +81,15 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
 
     traceable_step = without_compiler_options(step)
     closed = jax.make_jaxpr(ft.partial(run, traceable_step))(*leaves)
-    # A jitted step is compiled as it was jitted, and a function at least cost.
-    fast_run = ft.partial(run, step)
-    if not isinstance(step, JaxJitted | EquinoxJitted):
-        fast_run = jax.jit(fast_run, compiler_options=_QUICKLY)
+
+    def run_once(*leaves: jax.Array) -> list[Any]:
+        """Runs a jitted step as it was jitted."""
+        return run(with_copied_arrays(step), *leaves)
+
+    # A step that is not jitted is compiled at least cost.
+    fast_run = jax.jit(ft.partial(run, step), compiler_options=_QUICKLY)
     return Traced(
-        run=fast_run,
+        run=run_once if is_jitted(step) else fast_run,
         closed=closed,
         arrays=leaves,
         paths=result_paths,

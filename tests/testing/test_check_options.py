@@ -1,5 +1,6 @@
 """`check_step` of steps that are jitted with `compiler_options`."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx.testing import check_step
+from shardfx.testing import check_step, verify
 from tests.testing.planted import mesh_of
 
 
@@ -147,3 +148,55 @@ def test_a_function_around_a_step_with_options_is_named(mesh):
         notes = [note for note in caught.value.__notes__ if "the step calls" in note]
         assert len(notes) == 1
         assert "pass the jitted function itself as the step" in notes[0]
+
+
+class Layer(eqx.Module):
+    """A module whose method is jitted."""
+
+    weight: jax.Array
+
+    def step(self, x):
+        return jnp.tanh(x @ self.weight).sum(0), {"x": x + 1}
+
+
+def partials(options):
+    """Partial functions of a step that is jitted with options, by their kinds."""
+    weight = jnp.ones((8, 4)) / 8
+    step = lambda w, x: sums(x, w)
+    jitted = jax.jit(step, compiler_options=options)
+    method = equinox_jit(Layer.step, compiler_options=options, donate="all")
+    return {
+        "functools": ft.partial(jitted, weight),
+        "jax": jax.tree_util.Partial(jitted, weight),
+        "equinox": eqx.Partial(equinox_jit(step, compiler_options=options), weight),
+        "keyword": ft.partial(jax.jit(sums, compiler_options=options), w=weight),
+        "method": eqx.Partial(method, Layer(weight)),
+    }
+
+
+@pytest.mark.parametrize("kind", partials(QUICK))
+def test_a_partial_function_of_a_step_with_options_is_compared(kind, mesh):
+    step = partials(QUICK)[kind]
+    x = rows(mesh, 16, 8) / 100
+    for _ in range(2):
+        # The arrays of the partial function are not donated.
+        checked = check_step(step, x)
+        assert checked, checked
+    assert [output.path for output in checked.outputs] == ["0", "1/x"]
+    assert verify(step, x)
+    assert not check_step(step, x, reference=lambda x: (x.sum(0)[:4], {"x": x}))
+
+
+@pytest.mark.parametrize("kind", ["functools", "equinox"])
+def test_options_of_a_partial_function_are_said(kind, mesh):
+    subtracted = lambda w, x: x - x
+    if kind == "functools":
+        jitted = jax.jit(subtracted, compiler_options=FAST_MATH)
+        step = ft.partial(jitted, 1.0)
+    else:
+        jitted = equinox_jit(subtracted, compiler_options=FAST_MATH)
+        step = eqx.Partial(jitted, jnp.ones(3))
+    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
+    checked = check_step(step, x)
+    assert not checked
+    assert "xla_cpu_enable_fast_math" in str(checked)
