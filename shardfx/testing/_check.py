@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._ground.errors import MeshError, ProgramError
 from .._ground.keys import as_keys, raw
 from .._ground.misuse import called
+from .._ground.spec import DType
 from .._ground.text import array_text, plural, table
 from .._step import (
     Frame,
@@ -34,7 +35,7 @@ from ._blame import (
     matched_equations,
 )
 from ._played import Played, Traced, traced_step
-from ._rounding import NARROW, WIDE
+from ._rounding import NARROW, WIDE, last_place_dtype
 from ._story import story_of
 from ._suspects import suspects
 
@@ -120,6 +121,8 @@ class CheckedStep:
     __repr__ = __str__
 
 
+# The part of an output's largest number that rounding may hide.
+_HIDDEN = 1e-3
 _FROM_DTYPES = "nothing: the allowed difference is the step's own rounding"
 
 
@@ -149,8 +152,9 @@ def check_step(
     The reference is the same step without shardings on one device, in its own dtypes
     and in float64. To find the effect of rounding, the reference also runs in float64
     with every result rounded to the step's dtypes, and its outputs are compared with
-    those without rounding. A step with narrower floats also runs in float32 under its
-    plan, since rounding to float32 hides fewer differences.
+    those without rounding. The error of a sum is that of the sum of its summands'
+    absolute values, since devices add up in another order. Where rounding may hide an
+    error, as with floats of 16 bits, the step also runs in float64 under its plan.
 
     A step that was jitted with `compiler_options` runs under them. The reference runs
     without them, and so does the search for the first equation that differs.
@@ -287,22 +291,31 @@ def _checked_step(
     # The reference on one device, in float64, with or without rounding.
     exact_program = Played(theirs, alone=True, wide=np.float64)
     exact_results, _ = exact_program()
-    checked_outputs = ft.partial(_checked_outputs, ours.paths, exact_results)
+    dtypes = [array.dtype for array in ours.closed.out_avals]
+    checked_outputs = ft.partial(_checked_outputs, ours.paths, dtypes, exact_results)
 
     results = ours.run(*map(jax.numpy.copy, ours.arrays))
     results = list(map(np.asarray, results))
-    rounded_results = exact_program.rounded_results(NARROW)
+    rounded_results = exact_program.rounded_results()
     outputs = checked_outputs(results, rounded_results)
     if not _are_right(outputs):
         in_own_dtypes, _ = Played(theirs, alone=True)()
-        outputs = checked_outputs(results, [*rounded_results, in_own_dtypes])
-    is_narrow = re.search(r"\b(b?f16|f8_\w+)\[", str(ours.closed)) is not None
+        rounded_results.append(in_own_dtypes)
+        outputs = checked_outputs(results, rounded_results)
+    is_coarse = not _are_right(outputs)
+    if is_coarse:
+        rounded_results += exact_program.coarse_results()
+        outputs = checked_outputs(results, rounded_results)
     wide = None
-    if is_narrow and _are_right(outputs):
-        # An error that bfloat16 hides shows in float32.
-        wide = np.float32
-        in_float32, _ = Played(ours, alone=False, wide=wide)()
-        outputs = checked_outputs(in_float32, exact_program.rounded_results(WIDE))
+    hides_much = is_coarse or _hide_much(outputs, exact_results)
+    if _are_right(outputs) and (hides_much or _has_narrow_floats(ours)):
+        # An error that rounding hides in the step's dtypes shows in float64.
+        wide = np.float64
+        in_float64, _ = Played(ours, alone=False, wide=wide)()
+        exact_program = Played(theirs, alone=True, wide=wide, rounding=WIDE)
+        rounded_results = exact_program.rounded_results()
+        rounded_results += exact_program.coarse_results()
+        outputs = checked_outputs(in_float64, rounded_results)
 
     floats = [array for array in exact_results if array.dtype.kind in "fc"]
     checked = CheckedStep(
@@ -312,6 +325,11 @@ def _checked_step(
     if checked:
         return checked
     return _with_fault(ours, theirs, checked, wide)
+
+
+def _has_narrow_floats(traced: Traced) -> bool:
+    """Whether a step has floats of less than 32 bits."""
+    return re.search(r"\b(b?f16|f8_\w+)\[", str(traced.closed)) is not None
 
 
 def _require_comparable(ours: Traced, theirs: Traced) -> None:
@@ -400,25 +418,27 @@ def _copied_to(device: Any, leaf: object) -> object:
 
 def _checked_outputs(
     paths: Sequence[str],
+    dtypes: Sequence[DType],
     exact: Sequence[np.ndarray],
     results: Sequence[np.ndarray],
     rounded_results: Sequence[Sequence[np.ndarray]],
 ) -> list[CheckedOutput]:
     """The comparison of a step's `results` with `exact`, those of the reference in
-    float64.
+    float64. `dtypes` are those of the step.
 
     `rounded_results` are results of the reference with rounding. They show which
     differences rounding explains.
     """
     outputs: list[CheckedOutput] = []
-    rows = zip(paths, results, exact, *rounded_results, strict=True)
-    for path, result, exact_result, *rounded in rows:
+    rows = zip(paths, dtypes, results, exact, *rounded_results, strict=True)
+    for path, dtype, result, exact_result, *rounded in rows:
+        dtype_of_places = last_place_dtype(dtype, result.dtype)
         distances = differences(result, exact_result)
         output = CheckedOutput(
             path=path,
             difference=float(distances.max(initial=0.0)),
             at=index_of_largest(distances),
-            allowed=allowed(exact_result, rounded, result.dtype),
+            allowed=allowed(exact_result, rounded, dtype_of_places),
         )
         outputs.append(output)
     return outputs
@@ -426,6 +446,19 @@ def _checked_outputs(
 
 def _are_right(outputs: Sequence[CheckedOutput]) -> bool:
     return all(output.is_right for output in outputs)
+
+
+def _hide_much(
+    outputs: Sequence[CheckedOutput],
+    exact: Sequence[np.ndarray],
+) -> bool:
+    """Whether rounding may hide more than a thousandth of an output's numbers."""
+    for output, exact_result in zip(outputs, exact, strict=True):
+        finite = np.abs(exact_result[np.isfinite(exact_result)])
+        largest = float(finite.max(initial=0))
+        if output.allowed > max(_HIDDEN * largest, _HIDDEN**2):
+            return True
+    return False
 
 
 def _with_fault(
@@ -448,10 +481,15 @@ def _with_fault(
             f" {error!s:.200}"
         )
         return dataclasses.replace(checked, story=(refusal,))
-    exact_program = Played(theirs, alone=True, wide=np.float64, with_values=True)
+    exact_program = Played(
+        theirs,
+        alone=True,
+        wide=np.float64,
+        with_values=True,
+        rounding=WIDE if wide else NARROW,
+    )
     results, values = played()
-    rounding = WIDE if wide else NARROW
-    comparisons = _comparisons(played, values, exact_program, rounding)
+    comparisons = _comparisons(played, values, exact_program)
     records = played.tape.records
 
     wrong = []
@@ -471,9 +509,15 @@ def _with_fault(
         )
     elif ours.compiler_options:
         exact_results, _ = exact_program()
-        rounded_results = exact_program.rounded_results(rounding)
+        rounded_results = exact_program.rounded_results()
         # The program that was played has no options.
-        outputs = _checked_outputs(ours.paths, exact_results, results, rounded_results)
+        outputs = _checked_outputs(
+            paths=ours.paths,
+            dtypes=[array.dtype for array in ours.closed.out_avals],
+            exact=exact_results,
+            results=results,
+            rounded_results=rounded_results,
+        )
         if _are_right(outputs):
             story.append(
                 "no equation differs without the step's `compiler_options`,"
@@ -490,16 +534,14 @@ def _comparisons(
     played: Played,
     values: Mapping[int, Any],
     exact_program: Played,
-    rounding: int,
 ) -> dict[int, Compared]:
     """The comparisons of the results `values` of the step's equations with those of the
     reference's equations, by the numbers of the step's. `played` and `exact_program`
-    are the programs of the step and of the reference. `rounding` is the kind of
-    rounding that shows which differences are allowed.
+    are the programs of the step and of the reference.
     """
     _, exact_values = exact_program()
     # For each seed, the results of the equations by number.
-    rounded_values = exact_program.rounded_values(rounding)
+    rounded_values = exact_program.rounded_values()
     records = played.tape.records
     exact_records = exact_program.tape.records
     comparisons: dict[int, Compared] = {}
@@ -509,11 +551,12 @@ def _comparisons(
         value = np.asarray(values[number])
         exact_value = np.asarray(exact_values[exact_number])
         rounded = [values_of_seed[exact_number] for values_of_seed in rounded_values]
+        dtype = last_place_dtype(records[number].dtype, value.dtype)
         comparisons[number] = compared(
             record=records[number],
             value=value,
             whole_record=exact_records[exact_number],
             whole=exact_value,
-            allowed_difference=allowed(exact_value, rounded, value.dtype),
+            allowed_difference=allowed(exact_value, rounded, dtype),
         )
     return comparisons

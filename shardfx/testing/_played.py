@@ -23,6 +23,7 @@ from .._step import (
     without_compiler_options,
     without_mesh,
 )
+from ._rounding import COARSE_UNITS, NARROW, noise_of
 from ._tape import Tape
 
 
@@ -103,7 +104,8 @@ class Played:
 
     With `alone`, it runs on one device without shardings. `wide` is the dtype to which
     narrower floats are cast. The program returns the step's results, and with
-    `with_values` also the result of every equation.
+    `with_values` also the result of every equation. A program in float64 on one device
+    can round results; `rounding` is the kind of rounding.
     """
 
     def __init__(
@@ -113,31 +115,30 @@ class Played:
         alone: bool,
         wide: object = None,
         with_values: bool = False,
+        rounding: int = NARROW,
     ):
-        """Compiles the program. `traced` is the step, and `alone`, `wide` and
-        `with_values` are those of the class.
+        """Compiles the program. `traced` is the step, and `alone`, `wide`,
+        `with_values` and `rounding` are those of the class.
         """
         self.arrays = traced.arrays
         # The numbers of the step's results, in `Tape.records`.
         self.result_numbers: list[int] = []
         self.tape = Tape(alone=alone, wide=wide)
         tape = self.tape
-        is_rounded = wide == np.float64
+        is_wide = wide == np.float64
+        is_rounded = is_wide and alone
 
         def run(arrays: list[Any], noise: Any) -> Any:
             """The step's results for `arrays`, and those of its equations by number.
-            `noise` has the kind of rounding (0 for none), and the odd number that
-            `__call__` makes of the seed.
+            `noise` has the odd number that `__call__` makes of the seed, and the units
+            in the last place by which results are rounded.
             """
             tape.records.clear()
             tape.bodies.clear()
             tape.values = {}
             tape.noise = None
             if is_rounded:
-                rounding, odd_seed = noise
-                # The fraction of the golden ratio, so that all bits of the seed change.
-                mixed_seed = odd_seed.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-                tape.noise = (rounding, mixed_seed)
+                tape.noise = noise_of(rounding, *noise)
             args = list(map(tape.widened, arrays))
             closed = traced.closed
             outs, self.result_numbers[:] = tape.run(
@@ -149,40 +150,40 @@ class Played:
 
         # A reference runs without a mesh.
         mesh_context = without_mesh() if alone else contextlib.nullcontext()
-        noise = (np.array(0, np.int32), np.array(0, np.uint32))
-        with jax.enable_x64(is_rounded), mesh_context:
+        noise = (np.array(0, np.uint32), np.array(0.0, np.float32))
+        with jax.enable_x64(is_wide), mesh_context:
             lowered = jax.jit(run).lower(self.arrays, noise)
             self.compiled = lowered.compile(_QUICKLY)
 
     def __call__(
         self,
-        kind: int = 0,
         seed: int = 0,
+        units: float = 0.0,
     ) -> tuple[list[np.ndarray], dict[int, Any]]:
         """The results of the step, and the results of its equations by their numbers in
         `Tape.records`.
 
-        `kind` is 0 for no rounding, 1 for rounding to the step's dtypes, and 2 for
-        rounding to the wider of those and float32. `seed` decides which numbers are
-        rounded up. Only a program in float64 rounds.
+        `seed` decides which numbers are rounded up, and `units` is that of `Noise`.
         """
-        odd = np.array(2 * seed + 1, np.uint32)
-        noise = (np.array(kind, np.int32), odd)
+        noise = (np.array(2 * seed + 1, np.uint32), np.array(units, np.float32))
         outs, values = self.compiled(self.arrays, noise)
         return list(map(np.asarray, outs)), values
 
-    def rounded_results(self, kind: int) -> list[list[np.ndarray]]:
-        """The results of the step for each seed. `kind` is that of `__call__`."""
-        results = []
-        for seed in _SEEDS:
-            outs, _ = self(kind, seed)
-            results.append(outs)
-        return results
+    def rounded_results(self) -> list[list[np.ndarray]]:
+        """The results of the step, rounded, for each seed."""
+        return [self(seed, 1.0)[0] for seed in _SEEDS]
 
-    def rounded_values(self, kind: int) -> list[dict[int, Any]]:
-        """The results of the equations for each seed. `kind` is that of `__call__`."""
+    def coarse_results(self) -> list[list[np.ndarray]]:
+        """The results of the step, coarsely rounded, for each seed."""
+        return [self(seed, COARSE_UNITS)[0] for seed in _SEEDS]
+
+    def rounded_values(self) -> list[dict[int, Any]]:
+        """The results of the equations, rounded, for each seed: first by one unit, then
+        coarsely.
+        """
         values_by_seed = []
-        for seed in _SEEDS:
-            _, values = self(kind, seed)
-            values_by_seed.append(values)
+        for units in (1.0, COARSE_UNITS):
+            for seed in _SEEDS:
+                _, values = self(seed, units)
+                values_by_seed.append(values)
         return values_by_seed

@@ -3,7 +3,7 @@ results.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,61 @@ import numpy as np
 from .._ground.spec import DType
 
 
-# Kinds of rounding: to the dtypes of the step, and to the wider of those and float32.
+# Kinds of rounding: to the dtypes of the step, and to float64.
 NARROW = 1
 WIDE = 2
-# The bits of a float64 that have its exponent.
+# The units in the last place by which coarse rounding moves a number.
+COARSE_UNITS = 8
+# The primitives whose equations do not round.
+EXACT = frozenset(
+    """
+    abs and argmax argmin broadcast_in_dim ceil clamp complex concatenate conj copy
+    copy_p cummax cummin dynamic_slice dynamic_update_slice eq floor gather ge gt imag
+    iota is_finite le lt max min ne neg not or pad all_gather all_to_all ppermute pvary
+    pcast real reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev
+    round select_n sign slice sort split squeeze stop_gradient top_k transpose pmax pmin
+    pgather reduce_window_max
+    """.split()
+)
+# The bits of a float64 that have its exponent, and those that have its fraction.
 _EXPONENT_BITS = np.uint64(0x7FF0_0000_0000_0000)
+_FRACTION_BITS = np.uint64(0x000F_FFFF_FFFF_FFFF)
+# The fraction of the golden ratio, by which seeds are multiplied so that all their bits
+# change.
+_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+
+class Noise(NamedTuple):
+    """The rounding of the results of equations.
+
+    - `kind`: `NARROW` for rounding to the dtype of a result in the step, and `WIDE` for
+      rounding to float64.
+    - `odd_seed`: an odd integer of 64 bits, which decides which numbers are rounded up.
+      It is traced.
+    - `units`: by how many units in the last place a number is moved: 0.0 for no
+      rounding, 1.0, or `COARSE_UNITS`. With the last, sums are moved by as much as in
+      the worst program, which adds up one summand after the other. It is traced.
+    """
+
+    kind: int
+    odd_seed: Any
+    units: Any
+
+    def of_equation(self, key: int) -> "Noise":
+        """The rounding of the results of one equation. Those of another `key` are
+        rounded independently.
+        """
+        odd_key = np.uint64((2 * key + 1) * int(_GOLDEN) % 2**64)
+        return self._replace(odd_seed=self.odd_seed * odd_key)
+
+
+def noise_of(kind: int, odd: Any, units: Any) -> Noise:
+    """The rounding of this kind and of these units, from a small odd number."""
+    return Noise(
+        kind=kind,
+        odd_seed=odd.astype(np.uint64) * _GOLDEN,
+        units=units.astype(np.float64),
+    )
 
 
 def wider(dtype: DType, wide: DType) -> DType:
@@ -34,6 +84,15 @@ def wider(dtype: DType, wide: DType) -> DType:
     return dtype
 
 
+def last_place_dtype(dtype: DType, evaluated_dtype: DType) -> DType:
+    """The dtype whose last places may differ in a result of `dtype`, which may be
+    evaluated in a wider dtype: not beyond those of float32.
+    """
+    if jnp.issubdtype(dtype, np.inexact) and dtype != evaluated_dtype:
+        return wider(dtype, np.float32)
+    return evaluated_dtype
+
+
 def with_dtypes_of(arrays: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
     """The arrays, cast to the dtypes of `others`."""
     cast_arrays = []
@@ -42,34 +101,80 @@ def with_dtypes_of(arrays: Sequence[Any], others: Sequence[Any]) -> Sequence[Any
     return cast_arrays
 
 
-def rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
+def rounded(array: Any, dtype: DType, noise: Noise) -> Any:
     """A float64 `array`, the result of an equation, with rounding: each number becomes
     one of the two beside it in the dtype to which it is rounded. Numbers of that dtype
-    do not change, unless it is float64.
+    do not change, and for float64, numbers of float32 do not: they are exact.
+
+    Complex numbers are rounded as far as a real number of their absolute value: a
+    product of two rounds so.
 
     **Arguments:**
 
-    - `dtype`: the dtype of the result in the step. An array of integers or of complex
-      numbers is returned unchanged.
-    - `kind`: 0 for no rounding, `NARROW` for rounding to `dtype`, and `WIDE` for
-      rounding to the wider of `dtype` and float32. It is traced.
-    - `odd_seed`: an odd integer of 64 bits, which decides which numbers are rounded up.
+    - `dtype`: the dtype of the result in the step. An array of integers is returned
+      unchanged.
     """
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return _rounded_complex(array, dtype, noise)
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    is_up = _is_rounded_up(array, odd_seed)
-    if jnp.finfo(dtype).bits >= 32:
-        # Both kinds round to this dtype.
-        return jnp.where(kind > 0, _rounded_to(dtype, array, is_up), array)
-
-    narrow_dtype = dtype
-    if jnp.finfo(dtype).bits < 16:
+    if noise.kind == WIDE:
+        dtype = np.float64
+    elif jnp.finfo(dtype).bits < 16:
         # The smallest floats are rounded as bfloat16.
-        narrow_dtype = jnp.bfloat16
-    narrow = _rounded_to(narrow_dtype, array, is_up)
-    wide = _rounded_to(np.float32, array, is_up)
-    array = jnp.where(kind == NARROW, narrow, array)
-    return jnp.where(kind == WIDE, wide, array)
+        dtype = jnp.bfloat16
+    return jnp.where(noise.units > 0, _rounded_to(dtype, array, noise), array)
+
+
+def moved(array: Any, distances: Any, noise: Noise) -> Any:
+    """A float64 or complex128 array, in which each number is moved by a distance, up or
+    down. Where the distance is 0 or not finite, the number does not move.
+    """
+    if jnp.issubdtype(array.dtype, np.complexfloating):
+        real = moved(array.real, distances, noise)
+        imaginary = moved(array.imag, distances, noise)
+        return jax.lax.complex(real, imaginary)
+    # Numbers that are 0 go up and down, too.
+    is_up = _is_rounded_up(array + distances, noise.odd_seed)
+    is_moved = (distances > 0) & (distances < np.inf)
+    steps = jnp.where(is_up, distances, -distances)
+    return jnp.where(is_moved, array + steps, array)
+
+
+def lowest_bits(array: Any) -> Any:
+    """For each number of a float64 array the largest power of two of which it is a
+    multiple: 0.5 for -5.5. It is infinite for 0.0, and 0.0 for what is not finite.
+    """
+    bits = jax.lax.bitcast_convert_type(array, np.uint64)
+    fraction = (bits & _FRACTION_BITS) | (_FRACTION_BITS + np.uint64(1))
+    lowest_bit = fraction & (~fraction + np.uint64(1))
+    powers = _power_of_two_below(array) * float(np.finfo(np.float64).eps)
+    lowest = powers * lowest_bit.astype(np.float64)
+    lowest = jnp.where(jnp.isfinite(array), lowest, 0.0)
+    return jnp.where(array == 0, np.inf, lowest)
+
+
+def _rounded_complex(array: Any, dtype: DType, noise: Noise) -> Any:
+    """A complex128 array with rounding to the complex dtype `dtype`."""
+    spacing = _power_of_two_below(jnp.abs(array)) * noise.units
+    distances = spacing * epsilon(dtype, noise)
+    is_exact = _is_of_float32(array.real) & _is_of_float32(array.imag)
+    return moved(array, jnp.where(is_exact, 0.0, distances), noise)
+
+
+def epsilon(dtype: DType, noise: Noise) -> float:
+    """The distance from 1.0 to the next number of the dtype to which numbers are
+    rounded, which have `dtype` in the step.
+    """
+    if noise.kind == WIDE:
+        dtype = np.float64
+    return float(jnp.finfo(dtype).eps)
+
+
+def _is_of_float32(array: Any) -> Any:
+    """Whether each number of a float64 array is a number of float32, too."""
+    info = jnp.finfo(np.float32)
+    return jax.lax.reduce_precision(array, info.nexp, info.nmant) == array
 
 
 def _is_rounded_up(array: Any, odd_seed: Any) -> Any:
@@ -82,23 +187,23 @@ def _is_rounded_up(array: Any, odd_seed: Any) -> Any:
     return top_bit == 1
 
 
-def _rounded_to(dtype: DType, array: Any, is_up: Any) -> Any:
-    """A float64 array rounded to numbers of the float dtype `dtype`: up where `is_up`,
-    down elsewhere.
-    """
+def _rounded_to(dtype: DType, array: Any, noise: Noise) -> Any:
+    """A float64 array rounded to numbers of the float dtype `dtype`, up or down."""
+    is_up = _is_rounded_up(array, noise.odd_seed)
     info = jnp.finfo(dtype)
     # The distance between two numbers of the dtype that are next to each other.
     spacing = float(info.eps) * _power_of_two_below(array)
     if info.bits == 64:
-        moved = jnp.where(is_up, array + spacing, array - spacing)
+        distances = spacing * noise.units
+        neighbours = jnp.where(is_up, array + distances, array - distances)
         # Zeros keep their sign.
-        is_changed = jnp.isfinite(moved) & (spacing > 0)
-        return jnp.where(is_changed, moved, array)
+        is_changed = jnp.isfinite(neighbours) & (spacing > 0) & ~_is_of_float32(array)
+        return jnp.where(is_changed, neighbours, array)
 
     # From half a distance further up, the nearest number of the dtype is the one above.
-    half = spacing / 2
-    moved = jnp.where(is_up, array + half, array - half)
-    up_or_down = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+    distances = spacing * (noise.units - 0.5)
+    further = jnp.where(is_up, array + distances, array - distances)
+    up_or_down = jax.lax.reduce_precision(further, info.nexp, info.nmant)
     nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
     is_number_of_dtype = nearest == array
     return jnp.where(is_number_of_dtype, array, up_or_down)

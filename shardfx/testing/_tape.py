@@ -33,25 +33,15 @@ from .._step import (
     retraced,
     struct_of,
 )
-from ._records import CARRY, Numbers, Record, ShardMapBody
-from ._rounding import rounded, wider, with_dtypes_of
+from ._records import CARRY, Numbers, Record, ShardMapBody, is_rough, key_of
+from ._rounding import EXACT, Noise, rounded, wider, with_dtypes_of
+from ._sums import reordered
 
 
 # Equations whose programs are inlined, with the parameter that holds the program.
 _INLINED = {**CALLS, **MARKED_CALLS}
 # These set shardings and change no values.
 _LAYOUTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
-# These do not round.
-_EXACT = frozenset(
-    """
-    abs and argmax argmin broadcast_in_dim ceil clamp concatenate copy copy_p cummax
-    cummin dynamic_slice dynamic_update_slice eq floor gather ge gt iota is_finite le lt
-    max min ne neg not or pad all_gather all_to_all ppermute pvary pcast reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
-    slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather
-    reduce_window_max
-    """.split()
-)
 Arrays: TypeAlias = Sequence[Any]
 # The results of equations, with their numbers.
 Results: TypeAlias = tuple[Arrays, Numbers]
@@ -81,13 +71,10 @@ class Tape:
 
     - `alone`: whether to evaluate on one device, without shardings.
     - `wide`: the dtype to which narrower floats are cast, from the arguments on.
-    - `noise`: the rounding of each equation's result, as two numbers. The first is 0
-      for no rounding, 1 for rounding to the dtype of the step, and 2 for rounding to
-      the wider of that dtype and float32. The second is odd, and decides which results
-      are rounded up. Needs `wide=np.float64`.
+    - `noise`: the rounding of each equation's result. Needs `wide=np.float64`.
     """
 
-    def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):
+    def __init__(self, *, alone: bool, wide: DType = None, noise: Noise | None = None):
         """`alone`, `wide` and `noise` are those of the class; `run` fills the rest."""
         self.alone = alone
         self.wide = wide
@@ -100,6 +87,9 @@ class Tape:
         # For each carried value of a loop's iteration, what the iteration makes of it.
         self.carry_results: dict[int, int] = {}
         self.new_number = it.count(-2, -1)
+        # The constants of jaxprs with their numbers, by the constants' ids. A function
+        # that is evaluated again has the same constants.
+        self.constants: dict[int, _Numbered] = {}
 
     def run(
         self,
@@ -138,6 +128,8 @@ class Tape:
             if evaluate_inner is not None:
                 return list(map(_Numbered, *evaluate_inner(equation, arrays, reads)))
             outs = self.applied(jaxpr, equation, arrays)
+            if self.noise is not None:
+                outs = self.reordered(jaxpr, equation, arrays, reads, outs)
             results = []
             out_numbers = self.recorded_results(equation, outs, reads)
             for number, out in zip(out_numbers, outs, strict=True):
@@ -148,7 +140,9 @@ class Tape:
             return results
 
         # `evaluated` calls `rule` for each equation, in order.
-        constants = map(_Numbered, map(self.widened, consts), self.new_numbers(consts))
+        constants = map(
+            _Numbered, map(self.widened, consts), map(self.number_of_constant, consts)
+        )
         results = evaluated(
             jaxpr=jaxpr,
             consts=list(constants),
@@ -174,12 +168,20 @@ class Tape:
         """Returns new negative numbers for `arrays`, which no equation made."""
         return [next(self.new_number) for _ in arrays]
 
+    def number_of_constant(self, constant: Any) -> int:
+        """The negative number of a jaxpr's constant."""
+        if id(constant) not in self.constants:
+            numbered = _Numbered(constant, next(self.new_number))
+            self.constants[id(constant)] = numbered
+        return self.constants[id(constant)].number
+
     def recorded(
         self,
         name: str,
         var: Any,
         out: Any,
         reads: Numbers,
+        key: int,
         axes: frozenset[str] = frozenset(),
         counted: int = 0,
     ) -> int:
@@ -188,8 +190,8 @@ class Tape:
         If the result is a PRNG key, it adds no record and returns the largest number in
         `reads`. `name` is the name of the equation's primitive. `var` is the variable
         of the result in the jaxpr, and `out` its value. `reads` are the numbers of the
-        operands, `axes` the mesh axes of a collective, and `counted` the size of the
-        dimension that an `iota` counts.
+        operands, `key` is that of `key_of`, `axes` are the mesh axes of a collective,
+        and `counted` is the size of the dimension that an `iota` counts.
         """
         if is_key(out.dtype):
             return max(reads, default=-1)
@@ -200,14 +202,16 @@ class Tape:
             reads=tuple(reads),
             leading=(),
             dtype=var.aval.dtype,
+            key=key,
+            is_rough=is_rough(name, var.aval.dtype, reads, self.records),
             axes=axes,
             counted=counted,
         )
         self.records.append(record)
         # No device has the value of an incomplete sum.
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:
-            if self.noise is not None and name not in _EXACT:
-                out = rounded(out, var.aval.dtype, *self.noise)
+            if self.noise is not None and name not in EXACT:
+                out = rounded(out, var.aval.dtype, self.noise.of_equation(key))
             self.values[number] = out
         return number
 
@@ -227,6 +231,7 @@ class Tape:
         counted = 0
         if name == "iota":
             counted = params["shape"][params["dimension"]]
+        key = key_of(name, params, reads, self.records)
         numbers = []
         for var, out in zip(equation.outvars, outs, strict=True):
             number = self.recorded(
@@ -234,6 +239,7 @@ class Tape:
                 var=var,
                 out=out,
                 reads=reads,
+                key=key,
                 axes=mesh_axes,
                 counted=counted,
             )
@@ -268,6 +274,35 @@ class Tape:
                 array = array.astype(aval.dtype)
             narrow.append(array)
         return list(map(self.widened, self.applied_as_is(jaxpr, equation, narrow)))
+
+    def reordered(
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        ins: Arrays,
+        reads: Numbers,
+        outs: Arrays,
+    ) -> Arrays:
+        """The results `outs` of one equation of `jaxpr`, with the error of sums."""
+        if self.noise is None or len(outs) != 1:
+            return outs
+
+        def evaluate(operands: Arrays) -> Any:
+            (result,) = self.applied(jaxpr, equation, operands)
+            return result
+
+        name = equation.primitive.name
+        key = key_of(name, equation.params, reads, self.records)
+        rough = [number >= 0 and self.records[number].is_rough for number in reads]
+        out = reordered(
+            equation=equation,
+            operands=ins,
+            result=outs[0],
+            evaluate=evaluate,
+            noise=self.noise.of_equation(key),
+            may_be_exact=not any(rough),
+        )
+        return [out]
 
     def wide_equation(self, equation: jex.JaxprEqn, ins: Arrays) -> jex.JaxprEqn:
         """The equation with operands `ins`, and with `wide` in the place of narrower
@@ -431,7 +466,9 @@ class Tape:
                 carry_numbers = []
                 columns = zip(carry_vars, carry, carry_reads, strict=True)
                 for var, array, read in columns:
-                    carry_numbers.append(self.recorded(CARRY, var, array, [read]))
+                    key = key_of(CARRY, {}, [read], self.records)
+                    number = self.recorded(CARRY, var, array, [read], key)
+                    carry_numbers.append(number)
                 numbers = [
                     *reads[:carry_start],
                     *carry_numbers,

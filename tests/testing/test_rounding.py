@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from shardfx.testing._rounding import NARROW, WIDE, rounded
+from shardfx.testing._rounding import NARROW, WIDE, Noise, lowest_bits, moved, rounded
 
 
 NARROW_DTYPES = ["bfloat16", "float16", "float32"]
@@ -15,12 +15,18 @@ DTYPES = ["float8_e4m3fn", *NARROW_DTYPES, "float64"]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def in_float64(numbers, dtype, kind=NARROW, seed=1):
-    """The numbers with rounding to `dtype`."""
+def noise_of_seed(kind=NARROW, seed=1, units=1.0):
     odd = np.uint64(2 * seed + 1)
-    with jax.enable_x64(True), np.errstate(over="ignore"):
-        array = jnp.asarray(numbers)
-        result = rounded(array, jnp.dtype(dtype), kind, odd * GOLDEN)
+    with np.errstate(over="ignore"):
+        odd_seed = odd * GOLDEN
+    return Noise(kind=kind, odd_seed=odd_seed, units=units)
+
+
+def in_float64(numbers, dtype, kind=NARROW, seed=1, units=1.0):
+    """The numbers with rounding to `dtype`."""
+    with jax.enable_x64(True):
+        noise = noise_of_seed(kind, seed, units)
+        result = rounded(jnp.asarray(numbers), jnp.dtype(dtype), noise)
         return np.asarray(result)
 
 
@@ -90,14 +96,63 @@ def test_rounding_makes_no_infinity_and_no_nan(seed):
     assert_array_equal(result[2:], unchanged)
 
 
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [(0, "float64"), (NARROW, "bfloat16"), (WIDE, "float32")],
-)
-def test_the_wider_kind_rounds_to_float32(kind, dtype):
+def test_the_wide_kind_rounds_to_float64():
     numbers = random_numbers()
-    expected = numbers
-    if kind != 0:
-        expected = in_float64(numbers, dtype)
-    result = in_float64(numbers, "bfloat16", kind)
-    assert_array_equal(result, expected)
+    expected = in_float64(numbers, "float64")
+    assert_array_equal(in_float64(numbers, "bfloat16", WIDE), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_units_are_no_rounding(dtype):
+    numbers = random_numbers()
+    for kind in (NARROW, WIDE):
+        result = in_float64(numbers, dtype, kind, units=0.0)
+        assert_array_equal(result, numbers)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_coarse_numbers_are_as_many_units_further(dtype):
+    numbers = 1 + np.random.default_rng(0).random(1000) / 2
+    units = np.abs(in_float64(numbers, dtype, units=8.0) - numbers)
+    units /= float(jnp.finfo(dtype).eps)
+    assert units.min() >= 7
+    assert units.max() <= 8
+
+
+def test_a_short_number_of_float64_is_exact():
+    numbers = np.array([0.25, 3.0, -1e6, 2.0**52, 0.1, 1 / 3])
+    result = in_float64(numbers, "float64")
+    assert_array_equal(result[:4], numbers[:4])
+    assert (result[4:] != numbers[4:]).all()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_complex_number_is_rounded_by_its_absolute_value(dtype):
+    generator = np.random.default_rng(0)
+    numbers = generator.standard_normal(1000) + 1e-9j * generator.standard_normal(1000)
+    result = in_float64(numbers, dtype)
+    distances = np.abs((result - numbers).imag) / np.abs(numbers)
+    eps = float(jnp.finfo(dtype).eps)
+    assert distances.max() <= eps
+    assert distances.min() > eps / 4
+    whole = np.array([3.0 + 4.0j, 0.0, -0.5j])
+    assert_array_equal(in_float64(whole, dtype), whole)
+
+
+def test_numbers_are_moved_up_as_often_as_down():
+    numbers = np.array([0.0] * 1000 + [1.0] * 1000)
+    distances = np.random.default_rng(0).random(2000)
+    with jax.enable_x64(True):
+        result = np.asarray(moved(jnp.asarray(numbers), distances, noise_of_seed()))
+    np.testing.assert_allclose(np.abs(result - numbers), distances, rtol=1e-12)
+    for part in (slice(1000), slice(1000, None)):
+        assert 0.4 < np.mean(result[part] > numbers[part]) < 0.6
+
+
+def test_a_number_is_a_multiple_of_its_lowest_bit():
+    numbers = np.array([1.0, -5.5, 96.0, 0.1, 0.0, np.inf, np.nan])
+    with jax.enable_x64(True):
+        lowest = np.asarray(lowest_bits(jnp.asarray(numbers)))
+    assert_array_equal(lowest[:3], [1.0, 0.5, 32.0])
+    assert lowest[3] == 2.0**-55
+    assert_array_equal(lowest[4:], [np.inf, 0.0, 0.0])
