@@ -36,8 +36,10 @@ Each operation has a rule, from the types of its operands to that of its result:
 | `loops.py`, `conditionals.py` | loops and conditionals |
 | `manual.py`, `manual_calls.py` | the bodies of `shard_map`s |
 
-`rules.py` finds the rule of an opcode; `judge.py` goes through the program and compares
-the results. `record.py` keeps what is judged, so that a reading that fails can be
+`rules.py` finds the rule of an opcode, and `matching.py` the operation of the whole
+program that an operation computes. `elements.py` says what devices hold of an array
+that has elements of others. `judge.py` goes through the program and compares the
+results. `record.py` keeps what is judged, so that a reading that fails can be
 forgotten; `origins.py` names the user's lines.
 
 A rule that cannot follow an operation raises `Unjudged`, and nothing is said of what

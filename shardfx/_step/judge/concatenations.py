@@ -7,6 +7,7 @@ import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE
+from .elements import expressed
 from .forms import numbers
 from .held import (
     MOST_KNOWN,
@@ -28,7 +29,7 @@ from .joining import (
     joined_cut,
     with_axis,
 )
-from .matching import candidates, expressed, held_result
+from .matching import candidates, held_result
 from .values import Global
 from .verdict import Unjudged
 

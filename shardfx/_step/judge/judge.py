@@ -18,10 +18,11 @@ from ..hlo_text import (
 from ..partitioner import Programs
 from .conditionals import branched
 from .cuts import Cut, Cuts
+from .elements import expressed
 from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
 from .manual_calls import called_manually
-from .matching import expressed, is_matched
+from .matching import is_matched
 from .origins import origin_of
 from .record import OperationName, Record
 from .results import (

@@ -5,8 +5,8 @@ from typing import NamedTuple, TypeAlias
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
+from .elements import expressed
 from .held import Context, Held, Result, require_whole_scalar, view_of
-from .matching import expressed
 from .record import Failures, Record
 from .results import held_of, leaves_of, required_view
 from .shardings import cuts_of, shardings_in

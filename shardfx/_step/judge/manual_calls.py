@@ -9,10 +9,11 @@ from ..collectives import Groups, groups_of
 from ..hlo_text import Instruction, arrays_in
 from . import manual
 from .cuts import Cut
+from .elements import expressed
 from .forms import numbers
 from .held import NOWHERE, Context, Held, Result, cut_of, require_finished, view_of
 from .joining import form_in
-from .matching import candidates, expressed, held_result
+from .matching import candidates, held_result
 from .results import held_of, leaves_of, required_view
 from .shardings import cuts_of, cuts_of_part
 from .values import Global, ManualCall, PartlyManual, PartlyManualCall, Shards

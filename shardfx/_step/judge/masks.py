@@ -9,6 +9,7 @@ import numpy as np
 
 from ..hlo_text import Instruction
 from .cuts import HOLE
+from .elements import seen_as_padded
 from .held import Axis, Context, Fills, Held, Number, view_of
 from .joining import (
     common_axis,
@@ -18,7 +19,6 @@ from .joining import (
     is_zero,
     with_axis,
 )
-from .matching import seen_as_padded
 
 
 def selected_by_mask(

@@ -14,6 +14,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .bounds import require_start_in_bounds
 from .cuts import HOLE, Cut
+from .elements import seen_as_padded
 from .forms import numbers
 from .held import (
     NOWHERE,
@@ -32,7 +33,6 @@ from .matching import (
     held_result,
     matched_operands,
     matches_by_name,
-    seen_as_padded,
 )
 from .moves import Padding, padding_of, slice_bounds
 from .values import Node

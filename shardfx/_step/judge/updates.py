@@ -7,9 +7,10 @@ import numpy as np
 
 from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
+from .elements import expressed
 from .held import Axis, Context, Held, require_finished
 from .joining import constant_number, form_in, is_zero, joined_cut
-from .matching import expressed, held_result, matched_operands
+from .matching import held_result, matched_operands
 from .pieces import are_of_whole_program
 from .values import Node
 from .verdict import Unjudged

@@ -16,9 +16,10 @@ import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut, Cuts
+from .elements import expressed
 from .forms import Form, numbers
 from .held import NOWHERE, Axis, Context, Held, permuted, view_of, with_all_axes
-from .matching import candidates, expressed
+from .matching import candidates
 from .values import Node, ViewReshape, groups_of_reshape
 from .verdict import Unjudged
 
