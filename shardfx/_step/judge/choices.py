@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..hlo_text import HloModule, Instruction, arrays_in, root_of
-from .cuts import Cut
-from .forms import Form, computation_text, numbers
+from ..hlo_text import HloModule, Instruction, root_of
+from .forms import computation_text, numbers
 from .held import Context, Held, product_of_terms, require_finished, view_of
-from .joining import form_in, joined_cut
-from .matching import candidates, held_result, matched_operands
+from .joining import joined_cut
+from .matching import held_results, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -48,7 +47,6 @@ def reduce_several(
         starts = operands[len(arrays) :]
         return _chosen_again(context, instruction, arrays, starts)
     reduced_dims = numbers(instruction, "dimensions")
-    result_arrays = arrays_in(instruction.result)
     for operand in operands:
         require_finished(operand, "reduce")
     reason = Unjudged("no reduction of the whole program has these operands")
@@ -73,25 +71,14 @@ def reduce_several(
             if dim not in reduced_dims:
                 axes = [operand.axes[dim] for operand in expressed_arrays]
                 cuts.append(joined_cut(context, "reduce", dim, axes))
-        form = form_in(context, instruction, expressed_operands, result_arrays[0].shape)
-        held_results = [
-            result_at(
-                context=context,
-                instruction=instruction,
-                form=form,
-                place=result_number,
-                node=node,
-                cuts=cuts,
-                shape=array.shape,
-            )
-            for result_number, array in enumerate(result_arrays)
-        ]
+        results = held_results(
+            context, instruction, expressed_operands, cuts, value_number=value_number
+        )
         if terms is None:
-            return tuple(held_results)
+            return results
         reducer = _reducer_text(context.module, instruction)
         return tuple(
-            dataclasses.replace(held, terms=terms, reducer=reducer)
-            for held in held_results
+            dataclasses.replace(held, terms=terms, reducer=reducer) for held in results
         )
     raise reason
 
@@ -210,7 +197,7 @@ def _chosen_again(
     whole_starts = first_node.operands[len(arrays) :]
     if [view_of(start) for start in starts] != [start.view for start in whole_starts]:
         raise Unjudged("a choice that starts with other numbers")
-    held_results = []
+    results = []
     for result_number, array in enumerate(arrays):
         node = context.values.nodes[array.root]
         if (
@@ -221,7 +208,7 @@ def _chosen_again(
         for other, axis in zip(arrays[0].axes, array.axes, strict=True):
             if other != axis:
                 raise Unjudged("a choice from choices that lie differently")
-        held_results.append(
+        results.append(
             dataclasses.replace(
                 array,
                 shape=array.shape[:along] + array.shape[along + 1 :],
@@ -229,41 +216,4 @@ def _chosen_again(
                 idiom=None,
             )
         )
-    return tuple(held_results)
-
-
-def result_at(
-    context: Context,
-    instruction: Instruction,
-    form: Form,
-    place: int,
-    node: Node,
-    cuts: Sequence[Cut | None],
-    shape: tuple[int, ...],
-) -> Held:
-    """The result number `place` of an operation with several results, which has the
-    shape `shape` on one device and these cuts. `form` is the form of the operation
-    without the number, and `node` the value of its first result. Raises `Unjudged` if
-    the whole program has no such operation.
-    """
-    dims = tuple(range(len(shape)))
-    key = (*form.key, place)
-    if len(shape) > len(form.dims):
-        # The whole program has such a result by its shape.
-        key = (*key, shape)
-    form_of_result = Form(key, dims, dims)
-    value_numbers = [
-        number
-        for number in candidates(context, form_of_result, instruction)
-        if context.values.nodes[number].unkeyed_sizes == node.unkeyed_sizes
-    ]
-    if not value_numbers:
-        raise Unjudged(f"{instruction.opcode} that the whole program has not")
-    return held_result(
-        context=context,
-        form=form_of_result,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_numbers[0],
-    )
+    return tuple(results)

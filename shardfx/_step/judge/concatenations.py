@@ -161,12 +161,7 @@ def _concatenated_globally(
                 require_finished(operand, "concatenate")
         terms, reducer, scale = sum_states.pop()
         held = held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=cuts,
-            value_number=value_number,
+            context, instruction, operands, cuts, value_number=value_number
         )
         return dataclasses.replace(held, terms=terms, reducer=reducer, scale=scale)
     return None

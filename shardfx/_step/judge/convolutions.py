@@ -15,7 +15,6 @@ from .held import Axis, Context, Held, cut_of, product_of_terms, require_finishe
 from .joining import (
     constant_number,
     disagreement,
-    form_in,
     is_identity,
     joined_cut,
 )
@@ -118,7 +117,6 @@ def _convolved(
     sum over features or over a window that is cut is unfinished.
     """
     image, kernel = operands
-    shape = arrays_in(instruction.result)[0].shape
     labels = _Labels(instruction)
     node = context.values.nodes[value_number]
     assert node.instruction is not None
@@ -141,14 +139,8 @@ def _convolved(
         cuts[letter], terms_of_window = _spatial(context, operands, dim, node)
         terms = product_of_terms(context.everywhere, terms, terms_of_window)
     ordered_cuts = [cuts[letter] for letter in labels.out]
-    form = form_in(context, instruction, operands, shape)
     held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=ordered_cuts,
-        value_number=value_number,
+        context, instruction, operands, ordered_cuts, value_number=value_number
     )
     return with_sums(
         context=context,
@@ -461,15 +453,7 @@ def _reduced_window(
         if terms is not None:
             raise Unjudged("a window over parts")
         cuts.append(cut)
-    form = form_in(context, instruction, operands, shape)
-    held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_number,
-    )
+    held = held_result(context, instruction, operands, cuts, value_number=value_number)
     return held.with_sums_of(operand)
 
 
@@ -523,15 +507,7 @@ def _scattered(
         indices = (context.cuts.indices(image_cut), context.cuts.indices(source_cut))
         windows = (local_windows[dim], whole_windows[dim])
         cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
-    form = form_in(context, instruction, operands, shape)
-    return held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_number,
-    )
+    return held_result(context, instruction, operands, cuts, value_number=value_number)
 
 
 def _whole_or_cut(

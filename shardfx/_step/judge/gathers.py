@@ -23,7 +23,7 @@ from .indices import (
     window_dims,
     without_idiom,
 )
-from .joining import form_in, joined_cut
+from .joining import joined_cut
 from .lookups import Clamped, Fetched, Shifted
 from .matching import held_result, judged_match
 from .values import Node
@@ -103,14 +103,8 @@ def _gathered(
         covered_dims=covered_dims,
         shift=offsets,
     )
-    form = form_in(context, instruction, [table, index], shape)
     held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_number,
+        context, instruction, [table, index], cuts, value_number=value_number
     )
     held = held.with_sums_of(table)
     clamp: tuple[int, ...] = ()

@@ -251,12 +251,7 @@ def own_collective(
             value_number=value_number,
         )
         return held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=cuts,
-            value_number=value_number,
+            context, instruction, [operand], cuts, value_number=value_number
         )
     part_of_device = np.array(context.values.parts_by_value[operand.root])
     for members_by_group in groups:

@@ -54,38 +54,98 @@ def candidates(context: Context, form: Form, instruction: Instruction) -> list[i
 
 def held_result(
     context: Context,
-    form: Form,
     instruction: Instruction,
-    shape: tuple[int, ...],
+    operands: Sequence[Held],
     cuts: Sequence[Cut | None],
+    *,
     value_number: int | None = None,
 ) -> Held:
-    """What devices hold of the result of an operation, from its form, its shape on one
-    device, and the cut of each dimension: `None` for one along which nothing changes.
-    `value_number` is that of its value; if it is `None`, it is looked up by the form.
-    If the whole program has no such operation, the value is a new one, which is no
-    result of the whole program.
+    """What devices hold of the result of an operation, from the cut of each dimension:
+    `None` for one along which nothing changes. `value_number` is that of its value, and
+    `operands` are seen as those of the value. If the number is `None`, it is looked up
+    by the operation's form. If the whole program has no such operation, the value is a
+    new one, which is no result of the whole program.
     """
+    shape = arrays_in(instruction.result)[0].shape
+    form = form_in(context, instruction, operands, shape)
     if value_number is None:
         value_number = node_for(context, form, instruction)
     if value_number is None:
-        kept_sizes = tuple(_size(context, form, place) for place in form.kept)
-        node = Node(
-            opcode=instruction.opcode,
-            key=form.key,
-            shape=kept_sizes,
-            # No value of the whole program has this mark, so none is equal.
-            unkeyed_sizes=("derived",),
-        )
-        value_number = context.values.number_of(node)
-    value_shape = context.values.nodes[value_number].shape
+        value_number = _new_value(context, instruction, form)
+    return held_view(context, View(value_number, form.dims), shape, cuts)
+
+
+def held_view(
+    context: Context,
+    view: View,
+    shape: tuple[int, ...],
+    cuts: Sequence[Cut | None],
+) -> Held:
+    """What devices hold of a view of a value, whose shape is `shape` on one device and
+    whose dimensions have these cuts: `None` for one along which nothing changes.
+    """
+    value_shape = context.values.nodes[view.root].shape
     axes: list[Axis | None] = []
-    for dim, cut, size in zip(form.dims, cuts, shape, strict=True):
+    for dim, cut, size in zip(view.dims, cuts, shape, strict=True):
         if dim is not None and cut is None and value_shape[dim] == size and size != 1:
             # Nothing changes along it, so its devices hold all of it.
             cut = context.cuts.whole(size)
         axes.append(None if dim is None or cut is None else Axis(dim, cut))
-    return Held(root=value_number, shape=shape, axes=tuple(axes))
+    return Held(root=view.root, shape=shape, axes=tuple(axes))
+
+
+def held_results(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    cuts: Sequence[Cut | None],
+    *,
+    value_number: int,
+) -> tuple[Held, ...]:
+    """What devices hold of the results of an operation that has several, the first of
+    which is the value `value_number`. Results of its shape have these cuts; of the
+    others, each device holds all. Raises `Unjudged` if the whole program has no such
+    operation.
+    """
+    arrays = arrays_in(instruction.result)
+    form = form_in(context, instruction, operands, arrays[0].shape)
+    unkeyed_sizes = context.values.nodes[value_number].unkeyed_sizes
+    results: list[Held] = []
+    for result_number, array in enumerate(arrays):
+        dims = tuple(range(len(array.shape)))
+        # The values of several results have their numbers in their keys.
+        key = (*form.key, result_number)
+        if len(array.shape) > len(form.dims):
+            # The whole program has such a result by its shape.
+            key = (*key, array.shape)
+        value_numbers = [
+            number
+            for number in candidates(context, Form(key, dims, dims), instruction)
+            if context.values.nodes[number].unkeyed_sizes == unkeyed_sizes
+        ]
+        if not value_numbers:
+            raise Unjudged(f"{instruction.opcode} that the whole program has not")
+        result_cuts = cuts
+        if array.shape != arrays[0].shape:
+            result_cuts = [context.cuts.whole(size) for size in array.shape]
+        view = View(value_numbers[0], dims)
+        results.append(held_view(context, view, array.shape, result_cuts))
+    return tuple(results)
+
+
+def _new_value(context: Context, instruction: Instruction, form: Form) -> int:
+    """The number of a value that the program of one device alone makes, by an operation
+    with the form `form`.
+    """
+    kept_sizes = tuple(_size(context, form, place) for place in form.kept)
+    node = Node(
+        opcode=instruction.opcode,
+        key=form.key,
+        shape=kept_sizes,
+        # No value of the whole program has this mark, so none is equal.
+        unkeyed_sizes=("derived",),
+    )
+    return context.values.number_of(node)
 
 
 def _size(context: Context, form: Form, place: int) -> int | None:

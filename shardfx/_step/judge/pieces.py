@@ -170,21 +170,16 @@ def _indexed_slice(
         context, instruction, operands
     ):
         operand = expressed_operands[0]
-        form = form_in(context, instruction, expressed_operands, shape)
         cuts = _cuts_of_slice(
             context, operand, context.values.nodes[value_number], shape
         )
-        if cuts is not None:
-            # Broadcasts stay broadcasts in the whole program's shape.
-            held = held_result(
-                context=context,
-                form=form,
-                instruction=instruction,
-                shape=shape,
-                cuts=cuts,
-                value_number=value_number,
-            )
-            return held.with_sums_of(operand)
+        if cuts is None:
+            continue
+        # Broadcasts stay broadcasts in the whole program's shape.
+        held = held_result(
+            context, instruction, expressed_operands, cuts, value_number=value_number
+        )
+        return held.with_sums_of(operand)
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
 
 
@@ -358,14 +353,8 @@ def _padded_globally(
         if cuts is None:
             continue
         require_finished(value, "pad")
-        form = form_in(context, instruction, (operand, value), shape)
         held = held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=cuts,
-            value_number=number,
+            context, instruction, [operand, value], cuts, value_number=number
         )
         return held.with_sums_of(operand)
     return None
@@ -413,12 +402,7 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
                 result_cut = context.cuts.from_indices(flipped)
             result_cuts.append(result_cut)
         held = held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=result_cuts,
-            value_number=value_number,
+            context, instruction, [operand], result_cuts, value_number=value_number
         )
         held = held.with_sums_of(operand)
         return dataclasses.replace(held, fill=operand.fill_number)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .forms import Form, attribute
+from .forms import attribute
 from .held import (
     MOST_KNOWN,
     NOWHERE,
@@ -176,7 +176,7 @@ def _matched(
     if value_number is not None:
         try:
             rule = ft.partial(
-                joined, context, instruction, operands, shape, form, value_number
+                joined, context, instruction, operands, shape, value_number
             )
             return remembered(
                 context=context,
@@ -193,10 +193,13 @@ def _matched(
         if other_number == value_number:
             continue
         expressed_form = form_in(context, instruction, expressed_operands, shape)
-        if node_for(context, expressed_form, instruction) is None:
+        expressed_number = node_for(context, expressed_form, instruction)
+        if expressed_number is None:
             continue
         try:
-            return joined(context, instruction, expressed_operands, shape)
+            return joined(
+                context, instruction, expressed_operands, shape, expressed_number
+            )
         except Wrong:
             # It may be another operation of the same name.
             continue
@@ -255,7 +258,6 @@ def joined(
     instruction: Instruction,
     operands: Sequence[Held],
     shape: tuple[int, ...],
-    form: Form | None = None,
     number: int | None = None,
 ) -> Held:
     """The result of operands that hold the same elements on each device, as the value
@@ -263,8 +265,6 @@ def joined(
     hold different ones.
     """
     opcode = instruction.opcode
-    if form is None:
-        form = form_in(context, instruction, operands, shape)
     cuts = [
         joined_cut(
             context, opcode, place, [operand.axes[place] for operand in operands]
@@ -273,14 +273,7 @@ def joined(
     ]
     dtype = arrays_in(instruction.result)[0].dtype
     sums = _sums(opcode, dtype, operands)
-    held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=number,
-    )
+    held = held_result(context, instruction, operands, cuts, value_number=number)
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
         fill = _fill_of_result(instruction, operands)

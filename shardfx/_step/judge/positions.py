@@ -21,7 +21,7 @@ from ..hlo_text import Instruction
 from .bounds import bounds_of
 from .cuts import Cut
 from .held import Context, Held, cut_of
-from .joining import constant_number, form_in, joined_cut
+from .joining import constant_number, joined_cut
 from .matching import held_result, matched_operands
 from .values import Node
 from .verdict import Unjudged
@@ -185,14 +185,8 @@ def update_row(
         if cuts is None:
             continue
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
-        form = form_in(context, instruction, expressed_operands, shard.shape)
         result = held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shard.shape,
-            cuts=cuts,
-            value_number=value_number,
+            context, instruction, expressed_operands, cuts, value_number=value_number
         )
         updated = Updated(
             written_index=index, low=row.low, high=row.high, shard=shard, result=result

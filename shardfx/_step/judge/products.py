@@ -32,7 +32,6 @@ from .held import (
 from .joining import (
     constant_number,
     disagreement,
-    form_in,
     is_identity,
     joined_cut,
     remembered,
@@ -125,7 +124,6 @@ def _dot(
     """The result of a product as the value `value_number` of the whole program, or as a
     new one if it is `None`. The sum over a dimension that is cut is unfinished.
     """
-    shape = arrays_in(instruction.result)[0].shape
     first, second = operands
     dims = dot_dims(instruction, (len(first.shape), len(second.shape)))
     node = None if value_number is None else context.values.nodes[value_number]
@@ -157,15 +155,7 @@ def _dot(
         cuts.append(joined_cut(context, "dot", place, axes))
     for operand, free_dims in zip(operands, dims.free, strict=True):
         cuts += [cut_of(operand.axes[dim]) for dim in free_dims]
-    form = form_in(context, instruction, operands, shape)
-    held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_number,
-    )
+    held = held_result(context, instruction, operands, cuts, value_number=value_number)
     fill = 0 if _have_zeros_in_holes(operands) else None
     return with_sums(
         context=context,
@@ -316,9 +306,7 @@ def _reduced(
     The reduction over a dimension that is cut is unfinished.
     """
     operand, initial = operands
-    result = arrays_in(instruction.result)[0]
-    shape = result.shape
-    dtype = result.dtype
+    dtype = arrays_in(instruction.result)[0].dtype
     reduced_dims = numbers(instruction, "dimensions")
     node = None if value_number is None else context.values.nodes[value_number]
     terms = operand.terms
@@ -338,18 +326,10 @@ def _reduced(
     is_in_parts = terms is not None or scale != 1
     if is_in_parts and not is_identity(constant_number(initial), reducer, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
-    remaining_axes = [
-        axis for dim, axis in enumerate(operand.axes) if dim not in reduced_dims
+    cuts = [
+        cut_of(axis) for dim, axis in enumerate(operand.axes) if dim not in reduced_dims
     ]
-    form = form_in(context, instruction, operands, shape)
-    held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=[cut_of(axis) for axis in remaining_axes],
-        value_number=value_number,
-    )
+    held = held_result(context, instruction, operands, cuts, value_number=value_number)
     fill = None
     if held.has_holes and reducer == "add":
         are_zeros = operand.fill == 0 and constant_number(initial) == 0

@@ -23,7 +23,7 @@ from .indices import (
     window_dims,
     without_idiom,
 )
-from .joining import form_in, is_identity, is_zero, joined_cut
+from .joining import is_identity, is_zero, joined_cut
 from .matching import held_result, judged_match
 from .values import Node
 from .verdict import Unjudged
@@ -114,14 +114,8 @@ def _scattered(
     )
     _require_same_sums(table, updates, reducer)
     _require_same_terms(table, updates, reducer, terms)
-    form = form_in(context, instruction, [table, index, updates], table.shape)
     held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=table.shape,
-        cuts=cuts,
-        value_number=number,
+        context, instruction, [table, index, updates], cuts, value_number=number
     )
     if terms is None or reducer not in _TAKEN_OFTEN:
         reducer = "add"

@@ -31,11 +31,8 @@ def source(context: Context, instruction: Instruction) -> Held:
             root=NOWHERE, shape=(), axes=(), known_numbers=np.zeros(devices, np.int64)
         )
     if instruction.opcode == "iota":
-        form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
-        held = held_result(
-            context=context, form=form, instruction=instruction, shape=shape, cuts=cuts
-        )
+        held = held_result(context, instruction, [], cuts)
         (changing_dim,) = numbers(instruction, "iota_dimension")
         sizes = [1] * (1 + len(shape))
         sizes[1 + changing_dim] = shape[changing_dim]
@@ -85,14 +82,7 @@ def _constant(
         and node_for(context, form, instruction) is None
     ):
         value_number = context.values.scalar_like(dtype, float(values))
-    held = held_result(
-        context=context,
-        form=form,
-        instruction=instruction,
-        shape=shape,
-        cuts=cuts,
-        value_number=value_number,
-    )
+    held = held_result(context, instruction, [], cuts, value_number=value_number)
     if values is None:
         return held
     table = np.broadcast_to(values, (context.devices, *values.shape))

@@ -9,7 +9,7 @@ from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .elements import expressed
 from .held import Axis, Context, Held, require_finished
-from .joining import constant_number, form_in, is_zero, joined_cut
+from .joining import constant_number, is_zero, joined_cut
 from .matching import held_result, matched_operands
 from .pieces import are_of_whole_program
 from .values import Node
@@ -65,7 +65,6 @@ def _updated_globally(
     """
     for index in operands[2:]:
         require_finished(index, "an index")
-    shape = operands[0].shape
     for value_number, expressed_operands in matched_operands(
         context, instruction, operands
     ):
@@ -75,14 +74,8 @@ def _updated_globally(
         )
         if cuts is None:
             continue
-        form = form_in(context, instruction, expressed_operands, shape)
         held = held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=cuts,
-            value_number=value_number,
+            context, instruction, expressed_operands, cuts, value_number=value_number
         )
         return _update_sums(held, operand, update)
     return None

@@ -6,12 +6,11 @@ rule of their own.
 from collections.abc import Sequence
 
 from ..hlo_text import Instruction, arrays_in
-from .choices import result_at
 from .cuts import Cut
 from .forms import attribute, numbers
 from .held import Context, Held, cut_of, require_finished
-from .joining import form_in, joined_cut
-from .matching import held_result, judged_match, matched_operands
+from .joining import joined_cut
+from .matching import held_result, held_results, judged_match, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -24,7 +23,6 @@ def whole_operation(
     """Any other operation is right where each device computes the whole of it; a sort,
     also where its other dimensions are cut.
     """
-    result_arrays = arrays_in(instruction.result)
     for operand in operands:
         require_finished(operand, instruction.opcode)
     matched = matched_operands(context, instruction, operands)
@@ -35,34 +33,17 @@ def whole_operation(
         cuts = _whole_cuts(context, instruction, expressed_operands, node)
         if cuts is None:
             continue
-        shape = result_arrays[0].shape
-        form = form_in(context, instruction, expressed_operands, shape)
-        if not instruction.result.startswith("("):
-            return held_result(
-                context=context,
-                form=form,
-                instruction=instruction,
-                shape=shape,
-                cuts=cuts,
+        if instruction.result.startswith("("):
+            return held_results(
+                context,
+                instruction,
+                expressed_operands,
+                cuts,
                 value_number=value_number,
             )
-        held_results = []
-        for result_number, array in enumerate(result_arrays):
-            result_cuts: list[Cut | None] = cuts
-            if array.shape != shape:
-                result_cuts = [context.cuts.whole(size) for size in array.shape]
-            held_results.append(
-                result_at(
-                    context=context,
-                    instruction=instruction,
-                    form=form,
-                    place=result_number,
-                    node=node,
-                    cuts=result_cuts,
-                    shape=array.shape,
-                )
-            )
-        return tuple(held_results)
+        return held_result(
+            context, instruction, expressed_operands, cuts, value_number=value_number
+        )
     raise Unjudged(f"no rule for this {instruction.opcode}")
 
 
@@ -151,14 +132,8 @@ def of_other_width(
         cuts = [cut_of(axis) for axis in expressed_operand.axes[:number_dims]]
         if number_dims < len(shape):
             cuts.append(context.cuts.whole(shape[-1]))
-        form = form_in(context, instruction, expressed_operands, shape)
         return held_result(
-            context=context,
-            form=form,
-            instruction=instruction,
-            shape=shape,
-            cuts=cuts,
-            value_number=value_number,
+            context, instruction, expressed_operands, cuts, value_number=value_number
         )
 
     return judged_match(context, instruction, operands, of_match)
