@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,33 +36,6 @@ def operation_of(context: Context, instruction: Instruction) -> tuple[str, ...]:
     if "to_apply=" in instruction.attributes:
         reducer = reducer_of(context.module, instruction) or instruction.attributes
     return instruction.opcode, instruction.result, nameless_text(instruction), reducer
-
-
-def remembered(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-    value_number: int,
-    rule: Callable[[], Held],
-) -> Held:
-    """The result of an operation that makes the value `value_number` of the whole
-    program, by its rule. The rule is asked once for equal operations, operands that lie
-    alike, and values of equal operations and sizes.
-    """
-    if any(operand.idiom is not None for operand in operands):
-        return rule()
-    key = (
-        *operation_of(context, instruction),
-        context.values.nodes[value_number].likeness,
-        *[operand.layout for operand in operands],
-    )
-    held = context.memory.result(key)
-    if held is not None:
-        return held.of_value(value_number)
-    held = rule()
-    if held.root == value_number and held.idiom is None:
-        context.memory.add(key, operands, held)
-    return held
 
 
 def fitted(context: Context, held: Held, array: Global) -> Held | None:

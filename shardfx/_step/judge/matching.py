@@ -1,14 +1,14 @@
 """The match of an operation of the partitioned program with one of the whole program."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
 from .elements import expressed
 from .forms import Form, View
 from .held import Axis, Context, Held
-from .joining import form_in
+from .joining import form_in, operation_of
 from .values import Node
 from .verdict import Unjudged, Wrong
 
@@ -181,7 +181,12 @@ class Match(NamedTuple):
     """
 
     value_number: int
-    operands: list[Held]
+    operands: Sequence[Held]
+
+
+# The result of an operation as a value of the whole program, from its operands, seen as
+# those of the value, and the value's number.
+Rule: TypeAlias = Callable[[Sequence[Held], int], Held]
 
 
 def matches_by_name(
@@ -236,7 +241,7 @@ def matched_operands(
         # The values of several results have their numbers in their keys.
         form = form._replace(key=(*form.key, 0))
     matches = [
-        Match(value_number, list(operands))
+        Match(value_number, operands)
         for value_number in candidates(context, form, instruction)
     ]
     if matches:
@@ -270,24 +275,47 @@ def judged_match(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    of_match: Callable[[Sequence[Held], int], Held],
+    rule: Rule,
 ) -> Held:
     """The result of an operation as the first value of the whole program with which
-    `of_match` judges it: `of_match` takes the operands, seen as those of the value, and
-    the value's number. Raises `Unjudged` if one is not judged or there is none, and
-    else `Wrong` if one is refuted whose operands are these themselves.
+    `rule` judges it. Raises `Unjudged` if one is not judged or there is none, and else
+    `Wrong` if one is refuted whose operands are these themselves.
     """
     reason: Unjudged | None = None
     fault: Wrong | None = None
-    for value_number, expressed_operands in matched_operands(
-        context, instruction, operands
-    ):
+    for match in matched_operands(context, instruction, operands):
         try:
-            return of_match(expressed_operands, value_number)
+            return rule(match.operands, match.value_number)
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            if are_same(expressed_operands, operands):
+            if are_same(match.operands, operands):
                 fault = error
     no_match = f"no {instruction.opcode} of the whole program has these operands"
     raise reason or fault or Unjudged(no_match)
+
+
+def remembered(
+    context: Context,
+    instruction: Instruction,
+    rule: Rule,
+    match: Match,
+) -> Held:
+    """The result of an operation by its rule, as the value of `match`. The rule is
+    asked once for equal operations, operands that lie alike, and values of equal
+    operations and sizes.
+    """
+    if any(operand.idiom is not None for operand in match.operands):
+        return rule(match.operands, match.value_number)
+    key = (
+        *operation_of(context, instruction),
+        context.values.nodes[match.value_number].likeness,
+        *[operand.layout for operand in match.operands],
+    )
+    held = context.memory.result(key)
+    if held is not None:
+        return held.of_value(match.value_number)
+    held = rule(match.operands, match.value_number)
+    if held.root == match.value_number and held.idiom is None:
+        context.memory.add(key, match.operands, held)
+    return held

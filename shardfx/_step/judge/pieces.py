@@ -333,8 +333,7 @@ def _padded_globally(
     """
     form = form_in(context, instruction, operands, shape)
     matches = [
-        Match(number, list(operands))
-        for number in candidates(context, form, instruction)
+        Match(number, operands) for number in candidates(context, form, instruction)
     ]
     matches += matches_by_name(context, instruction, operands)
     bounds = padding_of(instruction)

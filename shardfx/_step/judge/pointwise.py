@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
+from .cuts import Cut
 from .forms import attribute
 from .held import (
     MOST_KNOWN,
@@ -30,15 +31,10 @@ from .joining import (
     is_zero,
     joined_cut,
     limits_of,
-    remembered,
 )
 from .lookups import lookup_step
 from .masks import selected_by_mask, union_of
-from .matching import (
-    held_result,
-    matches_by_name,
-    node_for,
-)
+from .matching import Match, held_result, matches_by_name, node_for, remembered
 from .values import FLOAT_TYPES, ROUNDING
 from .verdict import Unjudged, Wrong
 
@@ -121,7 +117,7 @@ def elementwise(
             if bounded is not None:
                 return bounded
         try:
-            held = joined(context, instruction, operands, shape)
+            held = _joined(context, instruction, operands, None)
         except Wrong as error:
             raise Unjudged(
                 f"unlike any operation of the whole program: {error}"
@@ -175,16 +171,9 @@ def _matched(
     fault: Wrong | None = None
     if value_number is not None:
         try:
-            rule = ft.partial(
-                joined, context, instruction, operands, shape, value_number
-            )
-            return remembered(
-                context=context,
-                instruction=instruction,
-                operands=operands,
-                value_number=value_number,
-                rule=rule,
-            )
+            rule = ft.partial(_joined, context, instruction)
+            match = Match(value_number, operands)
+            return remembered(context, instruction, rule, match)
         except Wrong as error:
             fault = error
     for other_number, expressed_operands in matches_by_name(
@@ -197,9 +186,7 @@ def _matched(
         if expressed_number is None:
             continue
         try:
-            return joined(
-                context, instruction, expressed_operands, shape, expressed_number
-            )
+            return _joined(context, instruction, expressed_operands, expressed_number)
         except Wrong:
             # It may be another operation of the same name.
             continue
@@ -253,27 +240,24 @@ def _scalings(context: Context, instruction: Instruction) -> list[int]:
     return scalings
 
 
-def joined(
+def _joined(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    shape: tuple[int, ...],
-    number: int | None = None,
+    value_number: int | None,
 ) -> Held:
     """The result of operands that hold the same elements on each device, as the value
-    `number` of the whole program; by its form if that is `None`. Raises `Wrong` if they
-    hold different ones.
+    `value_number` of the whole program; by its form if that is `None`. Raises `Wrong`
+    if they hold different ones.
     """
     opcode = instruction.opcode
-    cuts = [
-        joined_cut(
-            context, opcode, place, [operand.axes[place] for operand in operands]
-        )
-        for place in range(len(shape))
-    ]
-    dtype = arrays_in(instruction.result)[0].dtype
-    sums = _sums(opcode, dtype, operands)
-    held = held_result(context, instruction, operands, cuts, value_number=number)
+    result = arrays_in(instruction.result)[0]
+    cuts: list[Cut | None] = []
+    for place in range(len(result.shape)):
+        axes = [operand.axes[place] for operand in operands]
+        cuts.append(joined_cut(context, opcode, place, axes))
+    sums = _sums(opcode, result.dtype, operands)
+    held = held_result(context, instruction, operands, cuts, value_number=value_number)
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
         fill = _fill_of_result(instruction, operands)

@@ -7,7 +7,7 @@ part. `Cuts.terms` says which devices have which term.
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from ..._ground.opcodes import IDEMPOTENT
@@ -34,9 +34,8 @@ from .joining import (
     disagreement,
     is_identity,
     joined_cut,
-    remembered,
 )
-from .matching import are_same, held_result, matched_operands
+from .matching import Match, are_same, held_result, matched_operands, remembered
 from .values import Node
 from .verdict import Unjudged, Wrong
 
@@ -49,30 +48,46 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
     for operand in operands:
         if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "dot")
-    matched = matched_operands(context, instruction, operands)
+    rule = ft.partial(_dot, context, instruction)
+    matches = matched_operands(context, instruction, operands)
+    held = _unrefuted(
+        matches, operands, ft.partial(remembered, context, instruction, rule)
+    )
+    if held is None and not matches:
+        held = _swapped(context, instruction, operands)
+    return _as_new_value(operands, rule) if held is None else held
+
+
+def _unrefuted(
+    matches: Sequence[Match],
+    operands: Sequence[Held],
+    rule: Callable[[Match], Held],
+) -> Held | None:
+    """The result of an operation as the value of the first match that `rule` does not
+    refute; `None` if there is none. Raises `Wrong` if it refutes one whose operands are
+    `operands`, those of the operation, themselves.
+    """
     fault: Wrong | None = None
-    for value_number, expressed_operands in matched:
+    for match in matches:
         try:
-            rule = ft.partial(
-                _dot, context, instruction, expressed_operands, value_number
-            )
-            return remembered(
-                context=context,
-                instruction=instruction,
-                operands=expressed_operands,
-                value_number=value_number,
-                rule=rule,
-            )
+            return rule(match)
         except Wrong as error:
-            fault = error if are_same(expressed_operands, operands) else fault
+            if are_same(match.operands, operands):
+                fault = error
     if fault is not None:
         raise fault
-    if not matched:
-        swapped = _swapped(context, instruction, operands)
-        if swapped is not None:
-            return swapped
+    return None
+
+
+def _as_new_value(
+    operands: Sequence[Held],
+    rule: Callable[[Sequence[Held], None], Held],
+) -> Held:
+    """The result of an operation, by its rule, as a value that the program of one
+    device alone computes.
+    """
     try:
-        return _dot(context, instruction, operands, None)
+        return rule(operands, None)
     except Wrong as error:
         raise Unjudged(f"unlike any operation of the whole program: {error}") from error
 
@@ -258,48 +273,21 @@ def reduce(
     if operand.scale != 1 and reducer != "add":
         require_finished(operand, "reduce")
     require_finished(initial, "reduce")
-    fault: Wrong | None = None
-    for value_number, expressed_operands in matched_operands(
-        context, instruction, operands
-    ):
-        try:
-            rule = ft.partial(
-                _reduced,
-                context,
-                instruction,
-                expressed_operands,
-                reducer,
-                value_number,
-            )
-            return remembered(
-                context=context,
-                instruction=instruction,
-                operands=expressed_operands,
-                value_number=value_number,
-                rule=rule,
-            )
-        except Wrong as error:
-            fault = error if are_same(expressed_operands, operands) else fault
-    if fault is not None:
-        raise fault
-    try:
-        return _reduced(
-            context=context,
-            instruction=instruction,
-            operands=operands,
-            reducer=reducer,
-            value_number=None,
-        )
-    except Wrong as error:
-        raise Unjudged(f"unlike any operation of the whole program: {error}") from error
+    rule = ft.partial(_reduced, context, instruction, reducer=reducer)
+    held = _unrefuted(
+        matched_operands(context, instruction, operands),
+        operands,
+        ft.partial(remembered, context, instruction, rule),
+    )
+    return _as_new_value(operands, rule) if held is None else held
 
 
 def _reduced(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    reducer: str,
     value_number: int | None,
+    reducer: str,
 ) -> Held:
     """The result of a reduction as the value `value_number` of the whole program, or as
     a new one if it is `None`. `reducer` is the opcode of its function; "" for another.
