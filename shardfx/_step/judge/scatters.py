@@ -1,6 +1,7 @@
 """Scatters, into arrays that are cut too."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Mapping, Sequence
 
@@ -45,40 +46,31 @@ def scatter(
     """
     if len(operands) != 3:
         raise Unjudged("a scatter of several arrays")
-    require_finished(operands[1], "an index")
-    require_no_idiom(operands[0])
-    require_no_idiom(operands[2])
-    index = operands[1]
-    if is_clamped(index):
+    table, raw_index, updates = operands
+    require_finished(raw_index, "an index")
+    require_no_idiom(table)
+    require_no_idiom(updates)
+    if is_clamped(raw_index):
         # What is out of bounds would be written to the last row, and not be dropped.
         raise Unjudged("a scatter at indices that are clamped")
-    operands = [operands[0], without_idiom(index), operands[2]]
-
-    def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
-        return _scattered(
-            context=context,
-            instruction=instruction,
-            operands=expressed_operands,
-            raw_index=index,
-            number=number,
-        )
-
-    return judged_match(context, instruction, operands, of_match)
+    rule = ft.partial(_scattered, context, instruction, raw_index=raw_index)
+    operands = [table, without_idiom(raw_index), updates]
+    return judged_match(context, instruction, operands, rule)
 
 
 def _scattered(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
+    value_number: int,
     raw_index: Held,
-    number: int,
 ) -> Held:
-    """As `scatter`, as the value `number` of the whole program. `operands` are the
-    array, the indices and the updates. `raw_index` are the indices with what was done
-    to them, and those in `operands` are without it.
+    """As `scatter`, as the value `value_number` of the whole program. `operands` are
+    the array, the indices and the updates. `raw_index` are the indices with what was
+    done to them, and those in `operands` are without it.
     """
     table, index, updates = operands
-    node = context.values.nodes[number]
+    node = context.values.nodes[value_number]
     lookup = lookup_of(instruction)
     reducer = reducer_of(context.module, instruction)
     # The dimension of the updates for each dimension of the indices.
@@ -114,9 +106,7 @@ def _scattered(
     )
     _require_same_sums(table, updates, reducer)
     _require_same_terms(table, updates, reducer, terms)
-    held = held_result(
-        context, instruction, [table, index, updates], cuts, value_number=number
-    )
+    held = held_result(context, instruction, operands, cuts, value_number=value_number)
     if terms is None or reducer not in _TAKEN_OFTEN:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
