@@ -5,15 +5,16 @@ reversed array.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..hlo_text import Instruction
-from .cuts import HOLE
+from .cuts import HOLE, Cut
 from .forms import View
 from .held import Axis, Context, Held
 from .joining import fitted
-from .moves import MOVES_BY_OPCODE, continued, pad_move
+from .moves import MOVES_BY_OPCODE, Move, continued, pad_move
 from .values import MOVES, Global, Node
 
 
@@ -47,29 +48,30 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         return _elements_of_twin(context, held, array)
     if node.result is None or len(array.shape) != len(held.axes):
         return None
+    array_dims = _dims_with_ones(context, array)
     joined: Held | None = None
-    for operand_number, operand in enumerate(node.operands):
+    for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
-        held_operand = _elements(context, held, _beneath(context, array, operand))
+        move = _OperandMove(
+            node=node,
+            number=number,
+            operand_dims=_dims_with_ones(context, operand),
+            array=array,
+            array_dims=array_dims,
+        )
+        held_operand = _elements(context, held, _operand_in_order(move))
         if held_operand is None:
             continue
-        moved = _remembered_move(
-            context=context,
-            held_operand=held_operand,
-            array=array,
-            node=node,
-            operand_number=operand_number,
-        )
+        moved = _remembered_move(context, move, held_operand)
         if moved is None:
             continue
         if not moved.has_holes:
             return moved
         # The operands of a concatenation may be pieces of one value.
-        if joined is None:
-            joined = moved
-        elif joined.dropped_axes == moved.dropped_axes:
-            joined = _elements_of_either(context, joined, moved)
+        if joined is not None:
+            moved = _elements_of_either(context, joined, moved)
+        joined = moved
     return None if joined is None else _filled(context, held, joined)
 
 
@@ -119,19 +121,50 @@ def _filled(context: Context, held: Held, held_array: Held) -> Held:
     return held_array
 
 
-def _beneath(context: Context, array: Global, operand: Global) -> Global:
-    """The operand of the operation that makes the value of `array`, viewed with its
-    dimensions in the order of `array`.
+class _OperandMove(NamedTuple):
+    """An operand of an operation that moves elements: a slice, a pad, a concatenation
+    or a reverse. The operand has as many dimensions as the operation's value, and its
+    elements move along each of them. Some become elements of `array`.
+
+    - `node`: the value that the operation makes.
+    - `number`: the operand's place among those of the operation.
+    - `operand_dims`: for each dimension of the operand, that of the operand's own
+      value; `None` for one along which nothing changes.
+    - `array`: a view of the operation's value. It may have its dimensions in another
+      order, and lack some.
+    - `array_dims`: for each dimension of `array`, that of the operation's value; `None`
+      for one along which nothing changes.
     """
-    operand_dims = _dims_with_ones(context, operand)
+
+    node: Node
+    number: int
+    operand_dims: Sequence[int | None]
+    array: Global
+    array_dims: Sequence[int | None]
+
+    @property
+    def operand(self) -> Global:
+        """The operand, as the operation takes it."""
+        return self.node.operands[self.number]
+
+    def along(self, context: Context, dim: int) -> Move | None:
+        """How elements move along dimension `dim` of the operation's value; `None` if
+        that is not known.
+        """
+        return MOVES_BY_OPCODE[self.node.opcode](context, self.node, self.number, dim)
+
+
+def _operand_in_order(move: _OperandMove) -> Global:
+    """The operand, seen with its dimensions in the order of the array."""
+    operand = move.operand
     dims: list[int | None] = []
     shape: list[int] = []
-    for place, dim in enumerate(_dims_with_ones(context, array)):
+    for dim, size in zip(move.array_dims, move.array.shape, strict=True):
         if dim is None:
             dims.append(None)
-            shape.append(array.shape[place])
+            shape.append(size)
         else:
-            dims.append(operand_dims[dim])
+            dims.append(move.operand_dims[dim])
             shape.append(operand.shape[dim])
     return Global(View(operand.view.root, tuple(dims)), tuple(shape))
 
@@ -158,8 +191,11 @@ def _elements_of_either(
     second_value: Held,
 ) -> Held:
     """The elements that either of two views of the same array has. If they differ in
-    several dimensions, those of the first: the elements of both are no box then.
+    several dimensions, or in a dropped one, those of the first: the elements of both
+    are no box then.
     """
+    if first_value.dropped_axes != second_value.dropped_axes:
+        return first_value
     axes: list[Axis | None] = []
     differing_dims = 0
     for first, second in zip(first_value.axes, second_value.axes, strict=True):
@@ -181,19 +217,19 @@ def _elements_of_either(
 
 def _remembered_move(
     context: Context,
+    move: _OperandMove,
     held_operand: Held,
-    array: Global,
-    node: Node,
-    operand_number: int,
 ) -> Held | None:
     """As `_moved`, asked once for nodes of equal operations and sizes whose operands
     lie alike.
     """
-    operand_shape = context.values.nodes[node.operands[operand_number].view.root].shape
+    node = move.node
+    array = move.array
+    operand_shape = context.values.nodes[move.operand.view.root].shape
     padding = node.operands[1].view.root if node.opcode == "pad" else None
     key = (
         node.likeness,
-        operand_number,
+        move.number,
         operand_shape,
         padding,
         array.view.dims,
@@ -203,13 +239,7 @@ def _remembered_move(
     held = context.memory.result(key)
     if held is not None:
         return held.of_value(array.view.root)
-    held = _moved(
-        context=context,
-        held_operand=held_operand,
-        array=array,
-        node=node,
-        operand_number=operand_number,
-    )
+    held = _moved(context, move, held_operand)
     if held is not None:
         context.memory.add(key, [held_operand], held)
     return held
@@ -217,104 +247,119 @@ def _remembered_move(
 
 def _moved(
     context: Context,
+    move: _OperandMove,
     held_operand: Held,
-    array: Global,
-    node: Node,
-    operand_number: int,
 ) -> Held | None:
-    """The elements of operand `operand_number` of a node that moves elements, as
-    elements of its result; `None` if they cannot be followed. `held_operand` is what
-    devices hold of the operand, with its dimensions in the order of `array`, a view of
-    the result. A node of these opcodes moves elements along its dimensions: slice, pad,
-    concatenate, reverse.
+    """What devices hold of the array, from what they hold of the operand, seen with its
+    dimensions in the order of the array. `None` if its elements cannot be followed.
     """
-    operand = node.operands[operand_number]
-    operand_dims = _dims_with_ones(context, operand)
-    dropped_cuts = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
-    array_dims = _dims_with_ones(context, array)
+    array = move.array
     axes: list[Axis | None] = []
-    for place, (dim, axis) in enumerate(
-        zip(array_dims, held_operand.axes, strict=True)
-    ):
+    for place, dim in enumerate(move.array_dims):
         if dim is None:
-            if (
-                axis is not None
-                and array.shape[place] == 1
-                and not axis.cut.is_first_element
-            ):
+            axis = held_operand.axes[place]
+            is_single = array.shape[place] == 1
+            if is_single and axis is not None and not axis.cut.is_first_element:
                 return None
-            axes.append(None if array.shape[place] == 1 else axis)
+            axes.append(None if is_single else axis)
             continue
-        move = MOVES_BY_OPCODE[node.opcode](context, node, operand_number, dim)
-        if move is None:
+        move_of_dim = move.along(context, dim)
+        if move_of_dim is None:
             return None
-        operand_dim = operand_dims[dim]
-        if axis is None and operand_dim in dropped_cuts:
-            if held_operand.shape[place] != 1:
-                return None
-            axis = Axis(operand_dim, dropped_cuts[operand_dim])
-        if axis is None:
-            is_repeated = operand_dim is None and node.opcode == "slice"
-            is_all = move.is_same and operand.shape[dim] == array.shape[place]
-            if is_repeated or is_all:
-                axes.append(None)
-                continue
-            # Dimensions of size 1 hold the first element.
-            if held_operand.shape[place] != 1:
-                return None
-            axis = Axis(0, context.cuts.whole(1))
-        cut = move.applied(
-            context, axis.cut, array.shape[place], held_operand.fill_number
-        )
+        if _is_unchanging(move, move_of_dim, held_operand, place):
+            axes.append(None)
+            continue
+        cut = _cut_of_operand(context, move, held_operand, place)
+        if cut is None:
+            return None
+        size = array.shape[place]
+        cut = move_of_dim.applied(context, cut, size, held_operand.fill_number)
         axes.append(Axis(dim, cut))
-    moved_dropped_axes = _moved_dropped_axes(
-        context=context,
-        held_operand=held_operand,
-        array_dims=array_dims,
-        node=node,
-        operand_number=operand_number,
-    )
-    if moved_dropped_axes is None:
+    dropped_axes = _moved_dropped_axes(context, move, held_operand)
+    if dropped_axes is None:
         return None
     return dataclasses.replace(
         held_operand,
         root=array.view.root,
         axes=tuple(axes),
-        dropped_axes=moved_dropped_axes,
+        dropped_axes=dropped_axes,
         fill=held_operand.fill_number,
         known_numbers=None,
     )
 
 
+def _is_unchanging(
+    move: _OperandMove,
+    move_of_dim: Move,
+    held_operand: Held,
+    place: int,
+) -> bool:
+    """Whether nothing changes along dimension `place` of the array, as along that of
+    the operand: the slice of a broadcast, or all that the operand has. `move_of_dim` is
+    the move along it.
+    """
+    dim = move.array_dims[place]
+    assert dim is not None
+    operand_dim = move.operand_dims[dim]
+    if held_operand.axes[place] is not None:
+        return False
+    if any(axis.dim == operand_dim for axis in held_operand.dropped_axes):
+        return False
+    is_repeated = operand_dim is None and move.node.opcode == "slice"
+    is_all = move_of_dim.is_same and move.operand.shape[dim] == move.array.shape[place]
+    return is_repeated or is_all
+
+
+def _cut_of_operand(
+    context: Context,
+    move: _OperandMove,
+    held_operand: Held,
+    place: int,
+) -> Cut | None:
+    """The cut of the operand along dimension `place` of the array; `None` if it has no
+    axis there and a size other than 1.
+    """
+    axis = held_operand.axes[place]
+    if axis is not None:
+        return axis.cut
+    if held_operand.shape[place] != 1:
+        return None
+    dim = move.array_dims[place]
+    assert dim is not None
+    return _cut_of_single(context, held_operand, move.operand_dims[dim])
+
+
+def _cut_of_single(context: Context, held: Held, value_dim: int | None) -> Cut:
+    """The cut of a dimension of size 1 without an axis, which is dimension `value_dim`
+    of the value: that of a dropped axis along it, or else the first element.
+    """
+    dropped_cuts = {axis.dim: axis.cut for axis in held.dropped_axes}
+    if value_dim is not None and value_dim in dropped_cuts:
+        return dropped_cuts[value_dim]
+    return context.cuts.whole(1)
+
+
 def _moved_dropped_axes(
     context: Context,
+    move: _OperandMove,
     held_operand: Held,
-    array_dims: Sequence[int | None],
-    node: Node,
-    operand_number: int,
 ) -> tuple[Axis, ...] | None:
-    """The axes of the dimensions that the result of a node has and `array_dims` lacks,
-    for the elements of operand `operand_number`; `None` if the operand has no element
-    there. `held_operand` is what devices hold of the operand.
+    """The axes along the dimensions of the operation's value that the array lacks;
+    `None` if a device holds no element there.
     """
-    operand_dims = _dims_with_ones(context, node.operands[operand_number])
-    dropped_cuts = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
-    moved_axes: list[Axis] = []
-    for dim, size in enumerate(node.shape):
-        if dim in array_dims:
+    dropped_axes: list[Axis] = []
+    for dim, size in enumerate(move.node.shape):
+        if dim in move.array_dims:
             continue
-        move = MOVES_BY_OPCODE[node.opcode](context, node, operand_number, dim)
-        if move is None or size is None:
+        move_of_dim = move.along(context, dim)
+        if move_of_dim is None or size is None:
             return None
-        operand_dim = operand_dims[dim]
-        cut = context.cuts.whole(1)
-        if operand_dim in dropped_cuts:
-            cut = dropped_cuts[operand_dim]
-        cut = move.applied(context, cut, size, None)
+        cut = _cut_of_single(context, held_operand, move.operand_dims[dim])
+        cut = move_of_dim.applied(context, cut, size, None)
         if cut.has_holes:
             return None
-        moved_axes.append(Axis(dim, cut))
-    return tuple(moved_axes)
+        dropped_axes.append(Axis(dim, cut))
+    return tuple(dropped_axes)
 
 
 def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
