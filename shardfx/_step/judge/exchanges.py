@@ -16,7 +16,7 @@ from ..._ground.opcodes import IDEMPOTENT
 from ..collectives import groups_of
 from ..hlo_text import Instruction, arrays_in
 from .choices import gathered_choices
-from .cuts import HOLE, Cut
+from .cuts import HOLE, Cut, Split
 from .forms import numbers, reducer_of
 from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
@@ -459,56 +459,99 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     groups = groups_in(context, instruction)
     members = members_of(context, groups)
     (split_dim,) = numbers(instruction, "dimensions")
-    member_count = groups.shape[1]
     require_finished(operand, "all-to-all")
-    if operand.shape[split_dim] != member_count:
+    if operand.shape[split_dim] != groups.shape[1]:
         return _all_to_all_in_place(context, operand, split_dim, members)
-    axes: list[Axis | None] = list(operand.axes)
-    dropped_axes = list(operand.dropped_axes)
-    split_axis = operand.axes[split_dim]
-    axes[split_dim] = None
-    # What differs between the senders of a device, with its dimension of the value: its
-    # indices, an array (devices, members).
-    varying: list[tuple[int, np.ndarray]] = []
-    is_overflowing = False
-    if split_axis is not None:
-        indices = context.cuts.indices(split_axis.cut)
-        received = indices[members.others, members.ranks[:, None]]
-        if (received == received[:, :1]).all():
-            starts = received[:, 0]
-            dropped_axes.append(
-                Axis(split_axis.dim, context.cuts.from_starts(starts, 1))
-            )
+
+    dropped_axes: list[Axis] = []
+    # What differs between the members that send to a device.
+    varying: list[_Received] = []
+    for received in _received_indices(context, operand, split_dim, members):
+        if received.is_constant:
+            starts = received.indices[:, 0]
+            cut = context.cuts.from_starts(starts, 1)
+            dropped_axes.append(Axis(received.dim, cut))
         else:
-            varying.append((split_axis.dim, received))
-    for axis in operand.dropped_axes:
-        received = axis.cut.starts[members.others, 0]
-        if (received != received[:, :1]).any():
-            dropped_axes.remove(axis)
-            varying.append((axis.dim, received))
+            varying.append(received)
+
+    axes: list[Axis | None] = list(operand.axes)
+    is_overflowing = False
     for place, axis in enumerate(operand.axes):
         if place == split_dim or axis is None:
             continue
-        starts = axis.cut.starts[members.others]
-        if (starts == starts[:, :1]).all():
-            continue
-        whole_size = None
-        if operand.root >= 0:
-            whole_size = context.values.nodes[operand.root].shape[axis.dim]
-        halves = context.cuts.exchanged(axis.cut, members.others, whole_size)
-        is_overflowing |= halves.is_overflowing
-        varying.append((axis.dim, context.cuts.indices(halves.outer)))
-        axes[place] = Axis(axis.dim, halves.inner)
+        split = _split_by_sender(context, operand, axis, members)
+        if split is not None:
+            is_overflowing |= split.is_overflowing
+            axes[place] = Axis(axis.dim, split.inner)
+            varying.append(_Received(axis.dim, context.cuts.indices(split.outer)))
+
     if len(varying) > 1:
         raise Unjudged("an all-to-all of several dimensions")
-    for dim, starts in varying:
-        axes[split_dim] = Axis(dim, context.cuts.from_indices(starts))
+    axes[split_dim] = None
+    for received in varying:
+        cut = context.cuts.from_indices(received.indices)
+        axes[split_dim] = Axis(received.dim, cut)
     held = dataclasses.replace(
         operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes), known_numbers=None
     )
     if is_overflowing:
         held = dataclasses.replace(held, idiom=Overflowing())
     return with_absorbed_axes(context, held)
+
+
+class _Received(NamedTuple):
+    """The index, in dimension `dim` of the value, of the part that each member of its
+    group sends to a device: an array (devices, members).
+    """
+
+    dim: int
+    indices: np.ndarray
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all members send a device parts of the same index."""
+        return bool((self.indices == self.indices[:, :1]).all())
+
+
+def _received_indices(
+    context: Context,
+    operand: Held,
+    split_dim: int,
+    members: Members,
+) -> list[_Received]:
+    """The indices of the parts that an all-to-all sends: in the dimensions of the value
+    that the operand lacks, and in that of `split_dim`, of which each member sends one
+    position, that of the receiver's rank.
+    """
+    received: list[_Received] = []
+    for axis in operand.dropped_axes:
+        starts = axis.cut.starts[members.others, 0]
+        received.append(_Received(axis.dim, starts))
+    split_axis = operand.axes[split_dim]
+    if split_axis is not None:
+        indices = context.cuts.indices(split_axis.cut)
+        indices_at_ranks = indices[members.others, members.ranks[:, None]]
+        received.append(_Received(split_axis.dim, indices_at_ranks))
+    return received
+
+
+def _split_by_sender(
+    context: Context,
+    operand: Held,
+    axis: Axis,
+    members: Members,
+) -> Split | None:
+    """What devices receive along an axis of which the members of a group hold different
+    parts: the cut of the dimension that numbers the members, and of the dimension
+    itself. `None` if the members hold the same.
+    """
+    starts = axis.cut.starts[members.others]
+    if (starts == starts[:, :1]).all():
+        return None
+    whole_size = None
+    if operand.root >= 0:
+        whole_size = context.values.nodes[operand.root].shape[axis.dim]
+    return context.cuts.exchanged(axis.cut, members.others, whole_size)
 
 
 def _all_to_all_in_place(
