@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,34 +221,16 @@ def _fill_of_pieces(
     along: int,
 ) -> Number | Fills | None:
     """What the holes are filled with after pieces are joined along dimension `along` of
-    their value. Constants are holes along it, as is each piece on a device that has
-    none of its elements.
+    their value: one number, if it is the same in all holes; else one in those along
+    that dimension and one in the others. `None` if it is not known.
     """
     numbers_along: set[Number | None] = set()
     numbers_beside: set[Number | None] = set()
     for piece in pieces:
-        constant = constant_number(piece)
-        if constant is not None:
-            numbers_along.add(constant)
-            continue
-        empty = is_empty(piece, context.devices)
-        fill = piece.fill
-        if empty.any():
-            numbers_along.add(fill.number if isinstance(fill, Fills) else fill)
-        dims: set[int] = set()
-        for axis in piece.axes:
-            if axis is not None and (axis.cut.starts[~empty] == HOLE).any():
-                dims.add(axis.dim)
-        for dim in dims:
-            numbers_of_dim = numbers_along if dim == along else numbers_beside
-            if not isinstance(fill, Fills):
-                numbers_of_dim.add(fill)
-                continue
-            if dim not in fill.dims:
-                numbers_of_dim.add(fill.other)
-            # A hole along several dimensions has this number.
-            if dims & fill.dims:
-                numbers_of_dim.add(fill.number)
+        fills = _fills_of_piece(context, piece, along)
+        numbers_along |= fills.along
+        numbers_beside |= fills.beside
+
     number = next(iter(numbers_along)) if len(numbers_along) == 1 else None
     if not numbers_beside:
         return number
@@ -257,3 +240,59 @@ def _fill_of_pieces(
     if other is None or numbers_along <= {other}:
         return other
     return Fills(dims=frozenset([along]), number=number, other=other)
+
+
+class _FillsOfPiece(NamedTuple):
+    """The numbers in a piece's holes: in those along the dimension in which it is
+    joined with others, and in those along another dimension. `None` is a number that is
+    not known.
+    """
+
+    along: set[Number | None]
+    beside: set[Number | None]
+
+
+def _fills_of_piece(context: Context, piece: Held, along: int) -> _FillsOfPiece:
+    """The numbers in the holes of a piece that is joined along dimension `along` of its
+    value. A constant has holes along it, as has a piece on a device that has none of
+    its elements.
+    """
+    constant = constant_number(piece)
+    if constant is not None:
+        return _FillsOfPiece(along={constant}, beside=set())
+    fills = _FillsOfPiece(along=set(), beside=set())
+    has_nothing = is_empty(piece, context.devices)
+    if has_nothing.any():
+        fill = piece.fill
+        fills.along.add(fill.number if isinstance(fill, Fills) else fill)
+    hole_dims = {
+        axis.dim
+        for axis in piece.axes
+        if axis is not None and (axis.cut.starts[~has_nothing] == HOLE).any()
+    }
+    for dim in hole_dims:
+        numbers = _numbers_in_holes(piece.fill, dim, hole_dims)
+        if dim == along:
+            fills.along.update(numbers)
+        else:
+            fills.beside.update(numbers)
+    return fills
+
+
+def _numbers_in_holes(
+    fill: Number | Fills | None,
+    dim: int,
+    hole_dims: set[int],
+) -> set[Number | None]:
+    """The numbers in the holes along dimension `dim` of the value, where an array with
+    this fill has holes along the dimensions `hole_dims`.
+    """
+    if not isinstance(fill, Fills):
+        return {fill}
+    numbers: set[Number | None] = set()
+    if dim not in fill.dims:
+        numbers.add(fill.other)
+    # A hole along several dimensions has this number.
+    if hole_dims & fill.dims:
+        numbers.add(fill.number)
+    return numbers

@@ -253,27 +253,34 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
 
 
 def _axis_of_single(context: Context, operand: Held, place: int) -> Axis:
-    """The axis of dimension `place` of an operand, which has size 1 and no axis:
-    nothing changes along it. It is that of a dimension of size 1 of the value, if these
-    are as many as such dimensions of the operand. Raises `Unjudged` otherwise: the
-    dimension may be a broadcast.
+    """The axis of dimension `place` of an operand, which has size 1 and no axis. The
+    operand's dimensions of this kind are those of its value, in their order. Raises
+    `Unjudged` if the value has more or less of them: one may be a broadcast.
     """
     if operand.root < 0 or operand.shape[place] != 1:
         raise Unjudged("padding along a dimension where nothing changes")
-    axes = [*operand.axes, *operand.dropped_axes]
-    used_dims = {axis.dim for axis in axes if axis is not None}
-    single_dims = []
-    for dim, size in enumerate(context.values.nodes[operand.root].shape):
-        if size == 1 and dim not in used_dims:
-            single_dims.append(dim)
-    single_places = []
-    for other_place, axis in enumerate(operand.axes):
-        if axis is None and operand.shape[other_place] == 1:
-            single_places.append(other_place)
-    if len(single_dims) != len(single_places):
+    places = [
+        operand_place
+        for operand_place, axis in enumerate(operand.axes)
+        if axis is None and operand.shape[operand_place] == 1
+    ]
+    value_dims = _single_dims_without_axis(context, operand)
+    if len(value_dims) != len(places):
         raise Unjudged("padding along a dimension where nothing changes")
-    dim = single_dims[single_places.index(place)]
-    return Axis(dim, context.cuts.whole(1))
+    dim_by_place = dict(zip(places, value_dims, strict=True))
+    return Axis(dim_by_place[place], context.cuts.whole(1))
+
+
+def _single_dims_without_axis(context: Context, operand: Held) -> list[int]:
+    """The dimensions of size 1 of an operand's value along which it has no axis."""
+    axes = [*operand.axes, *operand.dropped_axes]
+    dims_with_axis = {axis.dim for axis in axes if axis is not None}
+    value_shape = context.values.nodes[operand.root].shape
+    return [
+        dim
+        for dim, size in enumerate(value_shape)
+        if size == 1 and dim not in dims_with_axis
+    ]
 
 
 def _fill_of_padded(
