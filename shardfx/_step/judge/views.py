@@ -20,7 +20,7 @@ from .elements import expressed
 from .forms import Form, numbers
 from .held import NOWHERE, Axis, Context, Held, permuted, view_of, with_all_axes
 from .matching import candidates
-from .values import Node, ViewReshape, groups_of_reshape
+from .values import ViewReshape, groups_of_reshape
 from .verdict import Unjudged
 
 
@@ -175,14 +175,7 @@ def _global_reshape(
             return held
     form = Form(key=("reshape", operand.root, dims), dims=(), kept=())
     for value_number in candidates(context, form, instruction):
-        node = context.values.nodes[value_number]
-        held = _fitted(
-            context=context,
-            operand=operand,
-            shape=shape,
-            value_number=value_number,
-            node=node,
-        )
+        held = _fitted(context, operand, shape, value_number)
         if held is not None:
             return held
     return _reshaped_piece(context, instruction, operand, shape)
@@ -204,13 +197,7 @@ def _reshaped_piece(
         piece = expressed(context, operand, node.operands[0])
         if piece is None or piece.has_holes:
             continue
-        held = _fitted(
-            context=context,
-            operand=piece,
-            shape=shape,
-            value_number=value_number,
-            node=node,
-        )
+        held = _fitted(context, piece, shape, value_number)
         if held is not None:
             return held
     return None
@@ -254,12 +241,12 @@ def _fitted(
     operand: Held,
     shape: tuple[int, ...],
     value_number: int,
-    node: Node,
 ) -> Held | None:
-    """What devices hold of `node`, a reshape of the whole program, after a reshape of
-    its operand on one device to `shape`; `None` if it is not that reshape.
-    `value_number` is the number of `node`.
+    """What devices hold of the value `value_number`, a reshape of the whole program,
+    after a reshape of its operand on one device to `shape`; `None` if it is not that
+    reshape.
     """
+    node = context.values.nodes[value_number]
     whole_operand = node.operands[0]
     whole_shape = tuple(size for size in node.shape if size is not None)
     if len(whole_operand.shape) != len(operand.shape) or len(whole_shape) != len(shape):
@@ -297,9 +284,9 @@ def _fitted(
             regrouped = _regrouped(
                 context=context,
                 cuts=[cut for cut in cuts if cut is not None],
-                before=[whole_operand.shape[dim] for dim in sources],
-                after=[whole_shape[dim] for dim in targets],
-                local_after=[shape[dim] for dim in targets],
+                sizes_before=[whole_operand.shape[dim] for dim in sources],
+                sizes_after=[whole_shape[dim] for dim in targets],
+                local_sizes_after=[shape[dim] for dim in targets],
             )
             if regrouped is None:
                 return None
@@ -333,45 +320,91 @@ def _cut_of(
 def _regrouped(
     context: Context,
     cuts: Sequence[Cut],
-    before: Sequence[int],
-    after: Sequence[int],
-    local_after: Sequence[int],
+    sizes_before: Sequence[int],
+    sizes_after: Sequence[int],
+    local_sizes_after: Sequence[int],
 ) -> list[Cut] | None:
     """The cuts of the dimensions into which a reshape makes a group of others, which
-    have these cuts. `before` and `after` are the sizes of both in the whole value, and
-    `local_after` those of the result on one device. `None` if the result is not cut
-    into segments.
+    have these cuts. `sizes_before` and `sizes_after` are the sizes of both in the whole
+    value, and `local_sizes_after` those of the result on one device. `None` if the
+    result is not cut into segments.
 
-    The element at each position has a linear index in the group: the sum of what the
-    dimensions add. Its digits in the sizes `after` are the new indices.
+    Each element has a linear index in the group. Its digits in the sizes of the result
+    are the indices in the dimensions of the result.
     """
-    strides = _strides(before)
-    pieces: list[_Piece] = []
-    offsets = np.zeros(context.devices, np.int64)
-    for cut, stride in zip(cuts, strides, strict=True):
-        if len(cut.lengths) != 1 or cut.has_holes:
-            return None
-        offsets += cut.starts[:, 0] * stride
-        pieces.append(_Piece(cut.size, cut.step * stride))
-    divided = _divided(pieces, local_after)
-    if divided is None:
+    linear = _linear_indices(context, cuts, sizes_before)
+    if linear is None:
+        return None
+    pieces = _divided(linear.pieces, local_sizes_after)
+    if pieces is None:
         return None
     new_cuts: list[Cut] = []
-    remaining_offsets = offsets
-    for piece, size, stride in zip(divided, after, _strides(after), strict=True):
-        start = remaining_offsets // stride
-        remaining_offsets = remaining_offsets % stride
-        step = piece.step
-        if piece.length == 1:
-            step = stride
-        if step % stride:
+    remainders = linear.firsts
+    strides = _strides(sizes_after)
+    for piece, size, stride in zip(pieces, sizes_after, strides, strict=True):
+        starts = remainders // stride
+        remainders = remainders % stride
+        cut = _cut_of_digit(context, piece, starts, size, stride)
+        if cut is None:
             return None
-        step //= stride
-        last = start + (piece.length - 1) * step
-        if (start < 0).any() or (last >= size).any() or (last < 0).any():
-            return None
-        new_cuts.append(context.cuts.from_starts(start, piece.length, step))
+        new_cuts.append(cut)
     return new_cuts
+
+
+class _Piece(NamedTuple):
+    """Positions of one dimension, and the distance between neighbours."""
+
+    length: int
+    step: int
+
+
+class _LinearIndices(NamedTuple):
+    """The linear indices of the elements that devices hold of a group of dimensions:
+    that of each device's first element, and how far neighbours are apart in each
+    dimension.
+    """
+
+    firsts: np.ndarray
+    pieces: list[_Piece]
+
+
+def _linear_indices(
+    context: Context,
+    cuts: Sequence[Cut],
+    sizes: Sequence[int],
+) -> _LinearIndices | None:
+    """The linear indices of the elements of a group of dimensions that have these cuts
+    and, in the whole value, these sizes. `None` if a cut has several segments or holes.
+    """
+    firsts = np.zeros(context.devices, np.int64)
+    pieces: list[_Piece] = []
+    for cut, stride in zip(cuts, _strides(sizes), strict=True):
+        if len(cut.lengths) != 1 or cut.has_holes:
+            return None
+        firsts += cut.starts[:, 0] * stride
+        pieces.append(_Piece(cut.size, cut.step * stride))
+    return _LinearIndices(firsts, pieces)
+
+
+def _cut_of_digit(
+    context: Context,
+    piece: _Piece,
+    starts: np.ndarray,
+    size: int,
+    stride: int,
+) -> Cut | None:
+    """The cut of a dimension of `size`, whose neighbours are `stride` apart in the
+    linear index, where devices hold `piece` from the indices `starts` on. `None` if
+    positions between two neighbours are held, or positions beyond the dimension.
+    """
+    step = stride if piece.length == 1 else piece.step
+    if step % stride:
+        return None
+    step //= stride
+    lasts = starts + (piece.length - 1) * step
+    if (starts < 0).any() or (lasts >= size).any() or (lasts < 0).any():
+        return None
+    return context.cuts.from_starts(starts, piece.length, step)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -382,13 +415,6 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)
     return strides
-
-
-class _Piece(NamedTuple):
-    """Positions of one dimension, and the distance between neighbours."""
-
-    length: int
-    step: int
 
 
 def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | None:
