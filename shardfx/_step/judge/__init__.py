@@ -25,7 +25,7 @@ Each operation has a rule, from the types of its operands to that of its result:
 | `pieces.py`, `concatenations.py` | slices, pads, reverses; concatenations |
 | `updates.py` | updates |
 | `products.py` | products, reductions |
-| `convolutions.py`, `windows.py` | convolutions and pooling |
+| `convolutions.py`, `pools.py`, `windows.py` | convolutions and pools |
 | `exchanges.py` | collectives |
 | `gathers.py`, `scatters.py` | gathers and scatters, by dimensions of `indices.py` |
 | `lookups.py` | the partitioner's idioms for gathers and scatters |

@@ -1,28 +1,30 @@
-"""Convolutions and pooling: sums and reductions over windows."""
+"""Convolutions: sums over features and over windows."""
 
 import functools as ft
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from ..hlo_text import Instruction, arrays_in, root_of
+from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
-from .forms import attribute, reducer_of
+from .forms import attribute
 from .held import Axis, Context, Held, cut_of, product_of_terms, require_finished
 from .joining import (
-    constant_number,
     disagreement,
-    is_identity,
-    joined_cut,
 )
 from .matching import held_result, judged_match
 from .products import contracted_cut, with_sums
 from .values import Node
 from .verdict import Unjudged
-from .windows import Window, scattered_cut, window_of, windowed_cut
+from .windows import (
+    WindowedCut,
+    WindowedDim,
+    known_size,
+    window_of,
+    windowed_cut,
+)
 
 
 def convolution(
@@ -65,44 +67,53 @@ def _groups(instruction: Instruction) -> _Groups:
 
 
 class _SpatialDim(NamedTuple):
-    """A spatial dimension of a convolution, on one device and in the whole program.
+    """A spatial dimension of a convolution.
 
     - `image`, `kernel`: its place among the dimensions of the image and of the kernel.
-    - `local_window`, `whole_window`: the window along it.
-    - `local_size`, `whole_size`: the size of the result along it.
+    - `local`, `whole`: the dimension on one device and in the whole program.
     """
 
     image: int
     kernel: int
-    local_window: Window
-    whole_window: Window
-    local_size: int
-    whole_size: int
+    local: WindowedDim
+    whole: WindowedDim
 
 
 def _spatial_dims(
     labels: _Labels,
     instruction: Instruction,
+    operands: Sequence[Held],
     node: Node,
 ) -> dict[str, _SpatialDim]:
     """The spatial dimensions of a convolution by their letters. `node` is its value in
     the whole program.
     """
     assert node.instruction is not None
+    image, kernel = operands
     shape = arrays_in(instruction.result)[0].shape
     spatial_count = len(labels.spatial)
     local_windows = window_of(instruction, spatial_count)
     whole_windows = window_of(node.instruction, spatial_count)
     dims: dict[str, _SpatialDim] = {}
     for window_number, letter in enumerate(labels.spatial):
-        place = labels.out.index(letter)
+        image_dim = labels.image.index(letter)
+        kernel_dim = labels.kernel.index(letter)
+        result_dim = labels.out.index(letter)
         dims[letter] = _SpatialDim(
-            image=labels.image.index(letter),
-            kernel=labels.kernel.index(letter),
-            local_window=local_windows[window_number],
-            whole_window=whole_windows[window_number],
-            local_size=shape[place],
-            whole_size=_known_size(node.shape[place]),
+            image=image_dim,
+            kernel=kernel_dim,
+            local=WindowedDim(
+                window=local_windows[window_number],
+                image_size=image.shape[image_dim],
+                kernel_size=kernel.shape[kernel_dim],
+                result_size=shape[result_dim],
+            ),
+            whole=WindowedDim(
+                window=whole_windows[window_number],
+                image_size=node.operands[0].shape[image_dim],
+                kernel_size=node.operands[1].shape[kernel_dim],
+                result_size=known_size(node.shape[result_dim]),
+            ),
         )
     return dims
 
@@ -135,9 +146,10 @@ def _convolved(
             labels=labels,
             cuts=cuts,
         )
-    for letter, dim in _spatial_dims(labels, instruction, node).items():
-        cuts[letter], terms_of_window = _spatial(context, operands, dim, node)
-        terms = product_of_terms(context.everywhere, terms, terms_of_window)
+    for letter, dim in _spatial_dims(labels, instruction, operands, node).items():
+        windowed = _spatial(context, operands, dim)
+        cuts[letter] = windowed.cut
+        terms = product_of_terms(context.everywhere, terms, windowed.terms)
     ordered_cuts = [cuts[letter] for letter in labels.out]
     held = held_result(
         context, instruction, operands, ordered_cuts, value_number=value_number
@@ -231,13 +243,6 @@ def _slide_over_nothing(context: Context, image: Held, labels: _Labels) -> np.nd
     return have_nothing
 
 
-def _known_size(size: int | None) -> int:
-    """The size of a dimension of a value; raises `Unjudged` if it is not known."""
-    if size is None:
-        raise Unjudged("a dimension of unknown size")
-    return size
-
-
 def _grouped(
     context: Context,
     instruction: Instruction,
@@ -281,7 +286,7 @@ def _grouped(
             node.operands[0].shape[labels.image.index("b")] // whole_groups.batch
         )
         cuts["b"] = context.cuts.whole(per_group)
-        if per_group != _known_size(node.shape[labels.out.index("b")]):
+        if per_group != known_size(node.shape[labels.out.index("b")]):
             raise Unjudged("a convolution in groups of the batch")
         image_dim = labels.image.index("f")
         axes = [image.axes[image_dim], kernel.axes[input_dim]]
@@ -343,216 +348,41 @@ def _spatial(
     context: Context,
     operands: Sequence[Held],
     dim: _SpatialDim,
-    node: Node,
-) -> tuple[Cut | None, tuple[int, ...] | None]:
+) -> WindowedCut:
     """The cut of the spatial dimension `dim` of the result, and the terms of the sum
-    over its window; `None` if each device has all of them. `node` is the value of the
-    convolution.
+    over its window.
     """
     image, kernel = operands
-    image_size = node.operands[0].shape[dim.image]
-    kernel_size = node.operands[1].shape[dim.kernel]
-    axis = image.axes[dim.image]
+    local = dim.local
+    whole = dim.whole
+    image_axis = image.axes[dim.image]
     kernel_axis = kernel.axes[dim.kernel]
-    is_whole = (
-        image.shape[dim.image] == image_size
-        and (axis is None or context.cuts.is_whole(axis.cut, image_size))
-        and kernel.shape[dim.kernel] == kernel_size
-        and (kernel_axis is None or context.cuts.is_whole(kernel_axis.cut, kernel_size))
+    is_image_whole = local.image_size == whole.image_size and (
+        image_axis is None or context.cuts.is_whole(image_axis.cut, whole.image_size)
     )
-    if is_whole and dim.local_window == dim.whole_window:
-        return context.cuts.whole(dim.local_size), None
-    if axis is None:
-        if image.shape[dim.image] != 1 or image_size != 1:
+    is_kernel_whole = local.kernel_size == whole.kernel_size and (
+        kernel_axis is None or context.cuts.is_whole(kernel_axis.cut, whole.kernel_size)
+    )
+    if is_image_whole and is_kernel_whole and local.window == whole.window:
+        return WindowedCut(context.cuts.whole(local.result_size), None)
+    image_cut = cut_of(image_axis)
+    if image_cut is None:
+        if local.image_size != 1 or whole.image_size != 1:
             raise Unjudged("a convolution of a broadcast along its window")
-        axis = Axis(0, context.cuts.whole(1))
-    if axis.cut.has_holes and image.fill != 0:
+        image_cut = context.cuts.whole(1)
+    if image_cut.has_holes and image.fill != 0:
         raise Unjudged("a convolution over padding")
     if kernel_axis is not None and kernel_axis.cut.has_holes and kernel.fill != 0:
         raise Unjudged("a convolution over padding")
-    kernel_cut = (
-        context.cuts.whole(kernel_size) if kernel_axis is None else kernel_axis.cut
-    )
-    if kernel_axis is None and kernel.shape[dim.kernel] != kernel_size:
-        raise Unjudged("a convolution of a broadcast along its window")
+    kernel_cut = cut_of(kernel_axis)
+    if kernel_cut is None:
+        if local.kernel_size != whole.kernel_size:
+            raise Unjudged("a convolution of a broadcast along its window")
+        kernel_cut = context.cuts.whole(whole.kernel_size)
     return windowed_cut(
         cuts=context.cuts,
-        held=(context.cuts.indices(axis.cut), context.cuts.indices(kernel_cut)),
-        windows=(dim.local_window, dim.whole_window),
-        sizes=(image_size, kernel_size),
-        results=(dim.local_size, dim.whole_size),
+        image_cut=image_cut,
+        kernel_cut=kernel_cut,
+        local=local,
+        whole=whole,
     )
-
-
-def reduce_window(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-) -> Held:
-    """The result of a reduction over windows, as of a pool."""
-    operand, initial = operands
-    require_finished(initial, "reduce-window")
-    reducer = reducer_of(context.module, instruction)
-    if operand.terms is not None and not (reducer == operand.reducer == "add"):
-        require_finished(operand, "reduce-window")
-    if operand.scale != 1 and reducer != "add":
-        raise Unjudged("a reduction, over windows, of shares of a sum")
-    if not operand.is_finished and constant_number(initial) != 0:
-        raise Unjudged("windows that start with a number on each device")
-    shape = arrays_in(instruction.result)[0].shape
-    rule = ft.partial(
-        _reduced_window, context, instruction, reducer=reducer, shape=shape
-    )
-    return judged_match(context, instruction, operands, rule)
-
-
-def _reduced_window(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-    value_number: int,
-    reducer: str,
-    shape: tuple[int, ...],
-) -> Held:
-    """As `reduce_window`, as the value `value_number` of the whole program, with the
-    shape `shape` on one device. Along a dimension that is cut, a window may read holes
-    whose number the reduction leaves as it is.
-    """
-    operand, initial = operands
-    node = context.values.nodes[value_number]
-    assert node.instruction is not None
-    rank = len(shape)
-    dtype = arrays_in(instruction.result)[0].dtype
-    local_windows = window_of(instruction, rank)
-    whole_windows = window_of(node.instruction, rank)
-    cuts: list[Cut | None] = []
-    for dim in range(rank):
-        axis = operand.axes[dim]
-        size = node.operands[0].shape[dim]
-        if local_windows[dim].is_trivial and whole_windows[dim].is_trivial:
-            cuts.append(cut_of(axis))
-            continue
-        if axis is None or context.cuts.is_whole(axis.cut, size):
-            if operand.shape[dim] != size or local_windows[dim] != whole_windows[dim]:
-                raise Unjudged("a window over a broadcast")
-            cuts.append(context.cuts.whole(shape[dim]))
-            continue
-        if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
-            raise Unjudged("a window over padding")
-        # The window's own padding has this number.
-        if not is_identity(constant_number(initial), reducer, dtype):
-            raise Unjudged("a window that starts with another number")
-        taps = context.cuts.whole(whole_windows[dim].size)
-        cut, terms = windowed_cut(
-            cuts=context.cuts,
-            held=(context.cuts.indices(axis.cut), context.cuts.indices(taps)),
-            windows=(local_windows[dim], whole_windows[dim]),
-            sizes=(size, whole_windows[dim].size),
-            results=(shape[dim], _known_size(node.shape[dim])),
-        )
-        if terms is not None:
-            raise Unjudged("a window over parts")
-        cuts.append(cut)
-    held = held_result(context, instruction, operands, cuts, value_number=value_number)
-    return held.with_sums_of(operand)
-
-
-def select_and_scatter(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-) -> Held:
-    """The gradient of a pool: each window adds an element to that which it selects."""
-    for operand in operands:
-        require_finished(operand, "select-and-scatter")
-    rule = ft.partial(_scattered, context, instruction)
-    return judged_match(context, instruction, operands, rule)
-
-
-def _scattered(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-    value_number: int,
-) -> Held:
-    """As `select_and_scatter`, as the value `value_number` of the whole program.
-    Operand 0 is the image whose windows select an element, operand 1 has what each
-    window adds to it, and operand 2 is the number with which each element starts.
-    """
-    image, source, _ = operands
-    shape = arrays_in(instruction.result)[0].shape
-    node = context.values.nodes[value_number]
-    assert node.instruction is not None
-    local_windows = window_of(instruction, len(shape))
-    whole_windows = window_of(node.instruction, len(shape))
-    cuts: list[Cut | None] = []
-    for dim in range(len(shape)):
-        axes = (image.axes[dim], source.axes[dim])
-        if local_windows[dim].is_trivial and whole_windows[dim].is_trivial:
-            cut = joined_cut(context, "select-and-scatter", dim, axes)
-            if cut is None and shape[dim] == node.shape[dim]:
-                cut = context.cuts.whole(shape[dim])
-            cuts.append(cut)
-            continue
-        whole_operands = node.operands
-        sizes = (whole_operands[0].shape[dim], whole_operands[1].shape[dim])
-        image_cut = _whole_or_cut(context, axes[0], sizes[0], image.shape[dim])
-        source_cut = _whole_or_cut(context, axes[1], sizes[1], source.shape[dim])
-        is_whole = context.cuts.is_whole(image_cut, sizes[0])
-        is_whole &= context.cuts.is_whole(source_cut, sizes[1])
-        if is_whole and local_windows[dim] == whole_windows[dim]:
-            cuts.append(context.cuts.whole(sizes[0]))
-            continue
-        _require_no_effect_of_holes(context, instruction, operands)
-        indices = (context.cuts.indices(image_cut), context.cuts.indices(source_cut))
-        windows = (local_windows[dim], whole_windows[dim])
-        cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
-    return held_result(context, instruction, operands, cuts, value_number=value_number)
-
-
-def _whole_or_cut(
-    context: Context,
-    axis: Axis | None,
-    size: int,
-    local_size: int,
-) -> Cut:
-    """The cut of an axis, or of a dimension along which nothing changes and of which
-    each device holds all. Raises `Unjudged` if it holds less.
-    """
-    if axis is not None:
-        return axis.cut
-    if size != local_size:
-        raise Unjudged("a window over a broadcast")
-    return context.cuts.whole(size)
-
-
-# The number that a window never selects, by the direction of the comparison.
-_NEVER_SELECTED = {"GE": -math.inf, "GT": -math.inf, "LE": math.inf, "LT": math.inf}
-
-
-def _require_no_effect_of_holes(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-) -> None:
-    """Raises `Unjudged` if a window may select a hole of the image, or if a hole of the
-    source adds something to what its window selects.
-    """
-    image, source, start = operands
-    roots = {
-        name: root_of(context.module.computations[_computation_name(instruction, name)])
-        for name in ("select", "scatter")
-    }
-    lowest = _NEVER_SELECTED.get(attribute(roots["select"], "direction"))
-    is_compared = roots["select"].opcode == "compare"
-    if image.has_holes and not (is_compared and image.fill == lowest):
-        raise Unjudged("a window over padding")
-    if roots["scatter"].opcode != "add" or constant_number(start) != 0:
-        raise Unjudged("windows that do not add what they select")
-    if source.has_holes and source.fill != 0:
-        raise Unjudged("windows that the whole program has not")
-
-
-def _computation_name(instruction: Instruction, name: str) -> str:
-    """The name of the computation in an attribute, such as `select`."""
-    return attribute(instruction, name).lstrip("%")

@@ -14,6 +14,7 @@ from . import (
     gathers,
     lookups,
     pieces,
+    pools,
     positions,
     products,
     scatters,
@@ -176,8 +177,8 @@ def _tuple_collective(
 _RULES: Mapping[str, _Rule] = {
     "dot": products.dot,
     "convolution": convolutions.convolution,
-    "reduce-window": convolutions.reduce_window,
-    "select-and-scatter": convolutions.select_and_scatter,
+    "reduce-window": pools.reduce_window,
+    "select-and-scatter": pools.select_and_scatter,
     "concatenate": concatenations.concatenate,
     "dynamic-slice": pieces.dynamic_slice,
     "dynamic-update-slice": updates.dynamic_update_slice,

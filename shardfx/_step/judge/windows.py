@@ -82,62 +82,78 @@ def window_of(instruction: Instruction, rank: int) -> list[Window]:
     ]
 
 
+def known_size(size: int | None) -> int:
+    """The size of a dimension of a value; raises `Unjudged` if it is not known."""
+    if size is None:
+        raise Unjudged("a dimension of unknown size")
+    return size
+
+
+class WindowedDim(NamedTuple):
+    """A dimension along which an operation has a window, on one device or in the whole
+    program: the window, and the sizes of the image, of the kernel and of the result
+    along it. The gradient of a pool has the result of the pool as its source.
+    """
+
+    window: Window
+    image_size: int
+    kernel_size: int
+    result_size: int
+
+
+class WindowedCut(NamedTuple):
+    """The cut of a result along one dimension, and the terms of the sum over taps that
+    are cut; `None` if each device has all taps.
+    """
+
+    cut: Cut
+    terms: tuple[int, ...] | None
+
+
 def windowed_cut(
     cuts: Cuts,
-    held: tuple[np.ndarray, np.ndarray],
-    windows: tuple[Window, Window],
-    sizes: tuple[int, int],
-    results: tuple[int, int],
-) -> tuple[Cut, tuple[int, ...] | None]:
-    """The cut of the result along one dimension, and the terms of the sum over taps
-    that are cut; `None` if each device has all taps. A tap is a place in the window,
-    with which an element of the kernel is multiplied.
-
-    **Arguments:**
-
-    - `held`: the indices that each device holds of the image and of the kernel, two
-      arrays of shape (devices, positions).
-    - `windows`: the windows of the device's operation and of the whole one.
-    - `sizes`: the sizes of the whole image and of the whole kernel.
-    - `results`: the sizes of the device's result and of the whole one.
-
-    **Raises:**
-
-    `Unjudged` if a device's result is no part of the whole one.
+    image_cut: Cut,
+    kernel_cut: Cut,
+    local: WindowedDim,
+    whole: WindowedDim,
+) -> WindowedCut:
+    """The cut of the result along a dimension with a window, from those of the image
+    and of the kernel. A tap is a place in the window, with which an element of the
+    kernel is multiplied. `local` and `whole` are the dimension on one device and in the
+    whole program. Raises `Unjudged` if a device's result is no part of the whole one.
     """
-    image, kernel = held
-    local, whole = windows
-    if local.is_reversed or whole.is_reversed:
-        if local.is_reversed != whole.is_reversed:
-            raise Unjudged("a window in another order")
-        if not (kernel == np.arange(sizes[1])).all():
-            raise Unjudged("a window in reverse order that is cut")
-    if local.kernel_dilation != whole.kernel_dilation:
-        raise Unjudged("a window with another dilation")
-    if kernel.shape[1] != local.size:
-        raise Unjudged("a window of another size")
+    image = cuts.indices(image_cut)
+    kernel = cuts.indices(kernel_cut)
+    _require_same_window(kernel, local, whole)
     # In reverse order, a whole kernel's taps are those of the whole window too.
     taps = kernel
-    elements = _read(image, local, results[0])
+    elements = _read(image, local.window, local.result_size)
     is_kernel_whole = (taps != HOLE).all() and (taps == taps[:1]).all()
-    if is_kernel_whole and local.size == whole.size:
-        cut = _positions_that_read(
-            cuts=cuts,
-            elements=elements,
-            taps=taps,
-            window=whole,
-            size=sizes[0],
-            count=results[1],
-        )
-        return cut, None
-    return _cut_kernel(
-        cuts=cuts,
-        elements=elements,
-        taps=taps,
-        window=whole,
-        sizes=sizes,
-        results=results,
-    )
+    if is_kernel_whole and local.window.size == whole.window.size:
+        positions = _positions_that_read(elements, taps, whole)
+        return WindowedCut(cuts.from_indices(positions), None)
+    terms = _terms_of_taps(cuts, elements, taps, whole)
+    return WindowedCut(cuts.whole(whole.result_size), terms)
+
+
+def _require_same_window(
+    kernel: np.ndarray,
+    local: WindowedDim,
+    whole: WindowedDim,
+) -> None:
+    """Raises `Unjudged` if a window has another order or dilation on one device than in
+    the whole program, or another size than the device's kernel. `kernel` has the
+    indices that each device holds of the kernel.
+    """
+    if local.window.is_reversed or whole.window.is_reversed:
+        if local.window.is_reversed != whole.window.is_reversed:
+            raise Unjudged("a window in another order")
+        if not (kernel == np.arange(whole.kernel_size)).all():
+            raise Unjudged("a window in reverse order that is cut")
+    if local.window.kernel_dilation != whole.window.kernel_dilation:
+        raise Unjudged("a window with another dilation")
+    if kernel.shape[1] != local.window.size:
+        raise Unjudged("a window of another size")
 
 
 def _read(image: np.ndarray, window: Window, count: int) -> np.ndarray:
@@ -180,133 +196,132 @@ def _expected(
 
 
 def _positions_that_read(
-    cuts: Cuts,
+    elements: np.ndarray,
+    taps: np.ndarray,
+    whole: WindowedDim,
+) -> np.ndarray:
+    """For each position of each device's result, the position of the whole result that
+    reads the same elements: an array (devices, positions), with `HOLE` where there is
+    none. `elements` are what the devices read, an array (devices, positions, taps), and
+    `taps` has the taps of each device.
+    """
+    positions = _positions_by_first_element(elements, taps, whole.window)
+    is_within = (positions >= 0) & (positions < whole.result_size)
+    expected = _expected(positions, taps[:, None, :], whole.window, whole.image_size)
+    is_right = (expected == elements).all(axis=2) & is_within
+    positions = np.where(is_right, positions, HOLE)
+
+    reads_nothing = (elements == HOLE).all(axis=2)
+    for device in np.flatnonzero(reads_nothing.any(axis=1)).tolist():
+        positions[device] = _with_gaps_filled(
+            positions[device], reads_nothing[device], taps[device], whole
+        )
+    return positions
+
+
+def _positions_by_first_element(
     elements: np.ndarray,
     taps: np.ndarray,
     window: Window,
-    size: int,
-    count: int,
-) -> Cut:
-    """The cut of a result whose positions read these elements, an array of shape
-    (devices, positions, taps). For each, it is the position of the whole result, of
-    `count`, that reads the same: found by the first element that it reads, and then
-    compared at each tap. It is a hole if there is none. `taps` has the taps of each
-    device, and `size` is that of the whole image.
+) -> np.ndarray:
+    """The positions of the whole result that read, at the first tap at which a device
+    reads an element, the same element; `HOLE` where none does. Arguments and result are
+    as in `_positions_that_read`, and `window` is that of the whole program.
     """
-    devices, positions, _ = elements.shape
-    indices = np.full((devices, positions), HOLE)
-    has_any = (elements != HOLE).any(axis=2)
-    first = np.argmax(elements != HOLE, axis=2)
-    element = np.take_along_axis(elements, first[..., None], axis=2)[..., 0]
-    tap = np.take_along_axis(
-        np.broadcast_to(taps[:, None, :], elements.shape), first[..., None], axis=2
-    )[..., 0]
-    place = element * window.image_dilation + window.low - tap * window.kernel_dilation
-    is_result = has_any & (place % window.stride == 0)
-    indices[is_result] = (place // window.stride)[is_result]
-    within = (indices >= 0) & (indices < count)
-    expected = _expected(indices, taps[:, None, :], window, size)
-    is_right = (expected == elements).all(axis=2) & within
-    # A position that reads nothing lies between two that are known.
-    indices[~is_right] = HOLE
-    _fill_gaps(
-        indices=indices,
-        are_empty=~has_any,
-        taps=taps,
-        window=window,
-        size=size,
-        count=count,
-    )
-    return cuts.from_indices(indices)
+    is_element = elements != HOLE
+    first = np.argmax(is_element, axis=2)[..., None]
+    first_elements = np.take_along_axis(elements, first, axis=2)[..., 0]
+    taps_by_position = np.broadcast_to(taps[:, None, :], elements.shape)
+    first_taps = np.take_along_axis(taps_by_position, first, axis=2)[..., 0]
+
+    places = first_elements * window.image_dilation + window.low
+    places -= first_taps * window.kernel_dilation
+    is_position = is_element.any(axis=2) & (places % window.stride == 0)
+    return np.where(is_position, places // window.stride, HOLE)
 
 
-def _fill_gaps(
-    indices: np.ndarray,
-    are_empty: np.ndarray,
+def _with_gaps_filled(
+    positions: np.ndarray,
+    reads_nothing: np.ndarray,
     taps: np.ndarray,
-    window: Window,
-    size: int,
-    count: int,
-) -> None:
-    """Sets the positions in `indices` that read nothing, as the mask `are_empty` says:
-    those between two that are known, and all of a device that reads nothing at all, if
-    the whole program has as many positions that do not. The other arguments are as in
-    `_positions_that_read`.
+    whole: WindowedDim,
+) -> np.ndarray:
+    """The positions of one device, where those that read nothing, as the mask
+    `reads_nothing` says, are the neighbours of known ones; or all that read nothing in
+    the whole program, if these are as many as the device's.
     """
-    for device in np.flatnonzero(are_empty.any(axis=1)).tolist():
-        row = indices[device]
-        known = np.flatnonzero(row != HOLE)
-        if not len(known):
-            # Nor does the whole program read anything there.
-            whole_reads = _expected(np.arange(count), taps[device], window, size)
-            unread = np.flatnonzero((whole_reads == HOLE).all(axis=1))
-            if are_empty[device].all() and len(unread) == len(row):
-                row[:] = unread
-            continue
-        shift = row[known[0]] - known[0]
-        for place in np.flatnonzero(are_empty[device]).tolist():
-            index = place + shift
-            if 0 <= index < count:
-                index_reads = _expected(np.array(index), taps[device], window, size)
-                if (index_reads == HOLE).all():
-                    row[place] = index
+    known = np.flatnonzero(positions != HOLE)
+    if not len(known):
+        unread = _unread_positions(np.arange(whole.result_size), taps, whole)
+        is_all_unread = reads_nothing.all() and len(unread) == len(positions)
+        return unread if is_all_unread else positions
+    neighbours = np.arange(len(positions)) + positions[known[0]] - known[0]
+    is_within = (neighbours >= 0) & (neighbours < whole.result_size)
+    unread = _unread_positions(neighbours[reads_nothing & is_within], taps, whole)
+    is_filled = reads_nothing & np.isin(neighbours, unread)
+    return np.where(is_filled, neighbours, positions)
 
 
-def _cut_kernel(
+def _unread_positions(
+    positions: np.ndarray,
+    taps: np.ndarray,
+    whole: WindowedDim,
+) -> np.ndarray:
+    """Those of the positions of the whole result that read nothing at these taps."""
+    expected = _expected(positions, taps, whole.window, whole.image_size)
+    return positions[(expected == HOLE).all(axis=1)]
+
+
+def _terms_of_taps(
     cuts: Cuts,
     elements: np.ndarray,
     taps: np.ndarray,
-    window: Window,
-    sizes: tuple[int, int],
-    results: tuple[int, int],
-) -> tuple[Cut, tuple[int, ...]]:
-    """The cut of the result, and the terms of a sum over taps that are cut, where each
-    device has all positions of the result. The arguments are as in `windowed_cut` and
-    `_positions_that_read`.
+    whole: WindowedDim,
+) -> tuple[int, ...]:
+    """The terms of a sum over taps that are cut, where each device has all positions of
+    the result. `elements` and `taps` are as in `_positions_that_read`. Raises
+    `Unjudged` if a device reads other elements than the whole program at its taps.
     """
-    if results[0] != results[1]:
+    if elements.shape[1] != whole.result_size:
         raise Unjudged("a window and its result that are cut")
-    positions = np.arange(results[1])
-    expected = _expected(positions[None, :], taps[:, None, :], window, sizes[0])
-    is_used = (taps != HOLE)[:, None, :] & (expected != HOLE)
+    positions = np.arange(whole.result_size)[None, :]
+    expected = _expected(positions, taps[:, None, :], whole.window, whole.image_size)
+    has_tap = (taps != HOLE)[:, None, :]
+    is_used = has_tap & (expected != HOLE)
     if (elements != expected)[is_used].any():
         raise Unjudged("a window over other elements than the whole one's")
-    if (elements != HOLE)[(taps != HOLE)[:, None, :] & (expected == HOLE)].any():
+    if (elements != HOLE)[has_tap & (expected == HOLE)].any():
         raise Unjudged("a window over other elements than the whole one's")
-    terms = cuts.terms(cuts.from_indices(taps), sizes[1])
+    terms = cuts.terms(cuts.from_indices(taps), whole.kernel_size)
     if terms is None:
         raise Unjudged("a window that is not cut")
-    return cuts.whole(results[1]), terms
+    return terms
 
 
 def scattered_cut(
     cuts: Cuts,
-    held: tuple[np.ndarray, np.ndarray],
-    windows: tuple[Window, Window],
-    sizes: tuple[int, int],
+    image_cut: Cut,
+    source_cut: Cut,
+    local: WindowedDim,
+    whole: WindowedDim,
 ) -> Cut:
     """The cut of the result of a `select-and-scatter`, which adds an element of its
     source to the element of the image that each window selects. An element of the
     result is right if each window over it is there, and reads all that it reads in the
-    whole program.
-
-    **Arguments:**
-
-    - `held`: the indices that each device holds of the image and of the source.
-    - `windows`: the windows of the device's operation and of the whole one.
-    - `sizes`: the sizes of the whole image and source.
-
-    **Raises:**
-
-    `Unjudged` if a device has a window twice.
+    whole program. `local` and `whole` are the dimension on one device and in the whole
+    program. Raises `Unjudged` if a device has a window twice.
     """
-    image, source = held
-    local, whole = windows
-    if local.is_reversed or whole.is_reversed or local.size != whole.size:
+    image = cuts.indices(image_cut)
+    source = cuts.indices(source_cut)
+    if (
+        local.window.is_reversed
+        or whole.window.is_reversed
+        or local.window.size != whole.window.size
+    ):
         raise Unjudged("a window of another size, or in another order")
-    taps = np.arange(whole.size)
-    elements = _read(image, local, source.shape[1])
-    expected = _expected(source, taps[None, None, :], whole, sizes[0])
+    taps = np.arange(whole.window.size)
+    elements = _read(image, local.window, local.result_size)
+    expected = _expected(source, taps[None, None, :], whole.window, whole.image_size)
     is_real = source != HOLE
     is_right = is_real & (elements == expected).all(axis=2)
     for row, are_real in zip(source, is_real, strict=True):
@@ -314,11 +329,11 @@ def scattered_cut(
         if len(np.unique(real)) != len(real):
             raise Unjudged("a window that a device has twice")
 
-    all_windows = np.arange(sizes[1])
-    needed_counts = _covered(all_windows[None, :] >= 0, whole, sizes[0])[0]
-    right_counts = _covered(is_right, local, image.shape[1])
-    wrong_counts = _covered(is_real & ~is_right, local, image.shape[1])
-    is_element = (image >= 0) & (image < sizes[0])
+    all_windows = np.ones((1, whole.result_size), bool)
+    needed_counts = _covered(all_windows, whole.window, whole.image_size)[0]
+    right_counts = _covered(is_right, local.window, local.image_size)
+    wrong_counts = _covered(is_real & ~is_right, local.window, local.image_size)
+    is_element = (image >= 0) & (image < whole.image_size)
     needed_of_elements = needed_counts[np.where(is_element, image, 0)]
     is_whole = is_element & (wrong_counts == 0) & (right_counts == needed_of_elements)
     return cuts.from_indices(np.where(is_whole, image, HOLE))
