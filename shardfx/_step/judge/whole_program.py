@@ -3,7 +3,7 @@ with loops, branches and the bodies of `shard_map`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
@@ -286,14 +286,7 @@ class _Reader:
         called = dict(instruction.called)
         initial_arrays = tuple(_leaves(initial))
         loop_number = len(self.values.loops)
-        unchanged_places = unchanged(self.module, called["body"], len(initial_arrays))
-        carried = []
-        for place, initial_array in enumerate(initial_arrays):
-            if place in unchanged_places:
-                carried.append(initial_array)
-            else:
-                key = ("carried", loop_number, place)
-                carried.append(self.array_of_key(key, instruction, initial_array.shape))
+        carried = self.loop_arrays("carried", loop_number, instruction, initial_arrays)
         # A loop inside the body has a later number.
         self.values.loops.append(
             Loop(
@@ -306,26 +299,41 @@ class _Reader:
                 results=(),
             )
         )
-        after_turn = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
-        goes_on = self.run(called["condition"], [tuple(carried)])
-        results = []
-        for place, initial_array in enumerate(initial_arrays):
-            if place in unchanged_places:
-                results.append(initial_array)
-            else:
-                key = ("result", loop_number, place)
-                results.append(self.array_of_key(key, instruction, initial_array.shape))
+        after_turn = tuple(_leaves(self.run(called["body"], [carried])))
+        goes_on = self.run(called["condition"], [carried])
+        results = self.loop_arrays("result", loop_number, instruction, initial_arrays)
         assert isinstance(goes_on, Global)
         self.values.loops[loop_number] = Loop(
             number=loop_number,
             instruction=instruction,
             initial=initial_arrays,
-            carried=tuple(carried),
+            carried=carried,
             after_turn=after_turn,
             goes_on=goes_on,
-            results=tuple(results),
+            results=results,
         )
-        return tuple(results) if not isinstance(initial, Global) else results[0]
+        return results if not isinstance(initial, Global) else results[0]
+
+    def loop_arrays(
+        self,
+        kind: Literal["carried", "result"],
+        loop_number: int,
+        instruction: Instruction,
+        initial_arrays: tuple[Global, ...],
+    ) -> tuple[Global, ...]:
+        """The arrays that a loop carries, or that it returns: those with which it
+        starts where no turn changes them, and values of their own elsewhere.
+        """
+        body = dict(instruction.called)["body"]
+        unchanged_places = unchanged(self.module, body, len(initial_arrays))
+        arrays: list[Global] = []
+        for place, initial_array in enumerate(initial_arrays):
+            if place in unchanged_places:
+                arrays.append(initial_array)
+            else:
+                key = (kind, loop_number, place)
+                arrays.append(self.array_of_key(key, instruction, initial_array.shape))
+        return tuple(arrays)
 
     # The bodies of `shard_map`s.
 
@@ -442,31 +450,35 @@ class _Reader:
         calls = self.values.partly_manual_calls.setdefault(name, [])
         first_number = len(self.values.nodes)
         results = self.run(name, operands)
-        operands_with_parts: list[tuple[Global, PartlyManual]] = []
-        device_parts: set[tuple[int, ...]] = set()
+        numbers_inside = [*range(first_number, len(self.values.nodes))]
+
+        parts: list[tuple[Global, PartlyManual]] = []
         for operand in operands:
             if not isinstance(operand, Global) or operand not in self.outside_of_part:
+                # Without a note, the judge does not follow the call.
                 return results
-            part = self.outside_of_part[operand]
-            operands_with_parts.append((operand, part))
-            try:
-                part_of_device = parts_of_devices(
-                    part.part_sharding, self.module.partitions
-                )
-            except Unjudged:
-                return results
-            device_parts.add(tuple(part_of_device.tolist()))
-        if len(device_parts) != 1:
+            parts.append((operand, self.outside_of_part[operand]))
+        part_of_device = self.part_of_device([outside for _, outside in parts])
+        if part_of_device is None:
             return results
-        inside_numbers = [*range(first_number, len(self.values.nodes))]
-        inside_numbers += [array.view.root for array, _ in operands_with_parts]
-        self.values.parts_by_value.update(
-            dict.fromkeys(inside_numbers, device_parts.pop())
-        )
-        calls.append(
-            PartlyManualCall(tuple(operands_with_parts), tuple(_leaves(results)))
-        )
+        numbers_inside += [part.view.root for part, _ in parts]
+        self.values.parts_by_value.update(dict.fromkeys(numbers_inside, part_of_device))
+        calls.append(PartlyManualCall(tuple(parts), tuple(_leaves(results))))
         return results
+
+    def part_of_device(self, outside: Sequence[PartlyManual]) -> tuple[int, ...] | None:
+        """The number of the part that each device has of the arrays that a body takes,
+        over the axes that are not manual. `None` if it is not known, or not the same of
+        all arrays.
+        """
+        parts_by_array: set[tuple[int, ...]] = set()
+        for array in outside:
+            try:
+                parts = parts_of_devices(array.part_sharding, self.module.partitions)
+            except Unjudged:
+                return None
+            parts_by_array.add(tuple(parts.tolist()))
+        return parts_by_array.pop() if len(parts_by_array) == 1 else None
 
     def out_of_shards(
         self,
