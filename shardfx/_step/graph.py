@@ -19,6 +19,7 @@ from .factors import (
     Factors,
     Operation,
     Program,
+    Shapes,
     StepValue,
     dtype_of,
     elementwise,
@@ -253,31 +254,27 @@ class _Walk:
     ) -> None:
         """Adds an operation with nothing to inline. `ins` and `outs` are the numbers of
         its operands and results. If it has regions, they only combine two elements.
+        Results that every device can compute are free. Where all operands are free too,
+        the operation is not listed.
         """
         operands = [self.values[number] for number in ins]
-        results = [self.values[number] for number in outs]
         shapes_in = [value.shape for value in operands]
-        shapes_out = [value.shape for value in results]
-        if RULE in op.attributes:
-            factors = of_rule(op.attributes[RULE])
-        else:
-            factors = factors_without_rule(op, op.name, shapes_in, shapes_out)
+        shapes_out = [self.values[number].shape for number in outs]
+        factors = _factors_of(op, shapes_in, shapes_out)
         flops = 0.0
         if factors is not None:
             flops = flops_of(
                 name=name, operation=op, factors=factors, ins=shapes_in, outs=shapes_out
             )
 
-        # A matrix product is never free.
-        is_free = name == "iota"
-        if not is_free and not flops:
-            is_free = _is_free(name, operands, factors)
+        is_free = _is_free(name, operands, factors, flops)
         if is_free:
             for out in outs:
                 self.set_free(out)
-            if all(value.free for value in operands):
-                self.free_operands.update(dict.fromkeys(outs, ins))
-                return
+        if is_free and all(value.free for value in operands):
+            self.free_operands.update(dict.fromkeys(outs, ins))
+            return
+
         self.note_inexact(op, name, is_known=factors is not None)
         self.note_counter(ins, outs)
         counted = self.counted_dims(name, ins)
@@ -287,19 +284,18 @@ class _Walk:
         if factors is None:
             name = "opaque"
             factors = opaque(shapes_in, shapes_out)
-        self.operations.append(
-            Operation(
-                name=name,
-                ins=tuple(ins),
-                outs=tuple(outs),
-                factors=factors,
-                times=runs,
-                flops=flops,
-                location=self.locations(op),
-                counted=counted,
-                dimension_numbers=dimension_numbers,
-            )
+        operation = Operation(
+            name=name,
+            ins=tuple(ins),
+            outs=tuple(outs),
+            factors=factors,
+            times=runs,
+            flops=flops,
+            location=self.locations(op),
+            counted=counted,
+            dimension_numbers=dimension_numbers,
         )
+        self.operations.append(operation)
 
     def note_inexact(self, op: Op, name: str, *, is_known: bool) -> None:
         """Notes what is not modelled exactly of an operation. `is_known` says whether
@@ -552,11 +548,30 @@ class _Walk:
             )
 
 
-def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
+def _factors_of(op: Op, ins: Shapes, outs: Shapes) -> Factors | None:
+    """The sharding rule of an operation, from Shardy if it has one; `None` if it is not
+    known. `ins` and `outs` are the shapes of its operands and results.
+    """
+    if RULE in op.attributes:
+        return of_rule(op.attributes[RULE])
+    return factors_without_rule(op, op.name, ins, outs)
+
+
+def _is_free(
+    name: str,
+    ins: Sequence[StepValue],
+    factors: Factors | None,
+    flops: float,
+) -> bool:
     """Whether every device can compute any shard of an operation's result, since the
     operands are constants or scalars. `factors` is the operation's sharding rule, if it
-    is known.
+    is known, and `flops` are those of a matrix product.
     """
+    if name == "iota":
+        return True
+    # A matrix product is never free.
+    if flops:
+        return False
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     if factors is None or factors.reduction or factors.replicated:
