@@ -23,6 +23,13 @@ from .._ground.opcodes import CONTINUATIONS, WITH_ID_FLAG
 from .._ground.text import together
 from ..topology import MeshSpec
 from .hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
+from .mesh_text import (
+    axis_sizes,
+    device_ids,
+    numbers_in,
+    sub_axes_in,
+    transposed_iota,
+)
 
 
 def _gathered(size: Fraction, labels: np.ndarray) -> Fraction:
@@ -126,9 +133,6 @@ _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))?"
     r" \{([^}]*)\}"
 )
-_AXIS = re.compile(r"'([^']*)'=(\d+)")
-_USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
 
@@ -230,13 +234,8 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     slices = []
     for number, sizes in enumerate(sliced[1].strip("{}").split("},{")):
         array = arrays[min(number, len(arrays) - 1)]
-        slices.append(Array(array.dtype, _numbers(sizes)))
+        slices.append(Array(array.dtype, numbers_in(sizes)))
     return tuple(slices)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers in a text such as "4,2"; none in an empty one."""
-    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _require_local(instruction: Instruction) -> None:
@@ -327,9 +326,9 @@ def _listed_groups(instruction: Instruction) -> Groups | None:
     text = instruction.structure
     if listed := _LISTED.search(text):
         groups = listed[1][1:-1].split("},{")
-        return groups_by_size([_numbers(group) for group in groups if group])
+        return groups_by_size([numbers_in(group) for group in groups if group])
     if iota := _IOTA.search(text):
-        grid = _iota(iota[3], iota[4])
+        grid = transposed_iota(iota[3], iota[4])
         return (grid.reshape(int(iota[1]), int(iota[2])),)
     if mesh := _MESH.search(text):
         return (_mesh_groups(mesh[1], mesh[2], mesh[3]),)
@@ -338,46 +337,27 @@ def _listed_groups(instruction: Instruction) -> Groups | None:
     raise ProgramError("the groups of a collective cannot be read")
 
 
-def _iota(shape: str, order: str | None) -> np.ndarray:
-    """The numbers of an array of this shape, with its dimensions in this order."""
-    sizes = _numbers(shape)
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    if order is None:
-        return numbers
-    return numbers.transpose(_numbers(order))
-
-
 def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
     """The replica groups along mesh axes, from the three parts of `_MESH`.
 
     `mesh` lists the axes with their sizes, as `'x'=2,'y'=4`. `order` is the order of
     the device numbers, as `[4,2]T(1,0)` or a list; `None` for their own. `used` lists
-    the axes along which the members of a group differ, as `'y','x':(1)2`. `(1)2` is the
-    sub-axis of size 2 that comes after sub-axes of size 1.
+    the axes along which the members of a group differ, as `'y','x':(1)2`.
     """
-    sub_axes: dict[str, tuple[str, str]] = {}
-    for name, before, size_within in _USED.findall(used):
-        sub_axes[name] = (before, size_within)
+    sub_axes = {sub_axis.axis: sub_axis for sub_axis in sub_axes_in(used)}
     # Each axis as three dimensions: before, within and behind its sub-axis.
     shape: list[int] = []
     inner_dims: list[int] = []
-    for name, size_text in _AXIS.findall(mesh):
-        size = int(size_text)
+    for name, size in axis_sizes(mesh).items():
         major = size
         minor = 1
         if name in sub_axes:
-            before, size_within = sub_axes[name]
-            major = int(before or 1)
-            minor = int(size_within or size)
+            sub_axis = sub_axes[name]
+            major = sub_axis.outer_size
+            minor = sub_axis.size or size
         inner_dims.append(len(shape) + 1)
         shape += [major, minor, size // major // minor]
-    ids = np.arange(math.prod(shape))
-    if order is not None:
-        listed = _ORDER.match(order)
-        if listed is None:
-            ids = np.array(_numbers(order))
-        else:
-            ids = _iota(listed[1], listed[2])
+    ids = np.arange(math.prod(shape)) if order is None else device_ids(order)
     outer_dims = [axis for axis in range(len(shape)) if axis not in inner_dims]
     grid = ids.reshape(shape).transpose(*outer_dims, *inner_dims)
     group_size = math.prod(shape[axis] for axis in inner_dims)
@@ -574,7 +554,7 @@ def _target(instruction: Instruction) -> _Target:
         )
     groups: list[list[int]] = []
     if product := _PRODUCT.match(match[1]):
-        slices, devices = map(_numbers_in, product.groups())
+        slices, devices = map(_numbers_and_ranges, product.groups())
         for device in devices:
             groups.append([number * SLICE + device for number in slices])
     else:
@@ -583,7 +563,7 @@ def _target(instruction: Instruction) -> _Target:
     return _Target(groups=groups, kind=_KINDS[match[2]])
 
 
-def _numbers_in(text: str) -> list[int]:
+def _numbers_and_ranges(text: str) -> list[int]:
     """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the
     text `0:3,8`.
     """

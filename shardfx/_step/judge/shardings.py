@@ -7,6 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..hlo_text import parts_of
+from ..mesh_text import (
+    axis_sizes,
+    device_ids,
+    numbers_in,
+    sub_axes_in,
+    transposed_iota,
+)
 from .cuts import HOLE, MOST_WRITTEN, Cut, Cuts
 from .verdict import Unjudged
 
@@ -16,9 +23,6 @@ _NAMED = re.compile(
     r"mesh\[(?P<axes>[^\]]*)\](?:,? ?device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?"
     r",? \[(?P<dimensions>.*?)\](?P<rest>.*)"
 )
-_AXIS = re.compile(r"'([^']*)'=(\d+)")
-_SUB_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_IDS = re.compile(r"\[(?P<grid>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _REPLICATED = ("replicated", "maximal", "mesh[], replicated")
 _START = ", sharding={"
@@ -103,7 +107,7 @@ def _cuts_of(
     return _tiled(
         cuts=cuts,
         places=places,
-        tiles=_numbers(match["tiles"]),
+        tiles=numbers_in(match["tiles"]),
         shape=shape,
         shard_shape=shard_shape,
     )
@@ -114,14 +118,11 @@ def _places(tiled: re.Match[str], devices: int) -> np.ndarray:
     shape (dimensions, devices). The dimensions of tiles that are no dimensions of the
     array come last. `tiled` is a match of `_TILED`.
     """
-    tiles = _numbers(tiled["tiles"])
+    tiles = numbers_in(tiled["tiles"])
     if tiled["grid"]:
-        grid = np.arange(math.prod(tiles)).reshape(_numbers(tiled["grid"]))
-        if tiled["order"]:
-            grid = grid.transpose(_numbers(tiled["order"]))
-        grid = grid.reshape(tiles)
+        grid = transposed_iota(tiled["grid"], tiled["order"]).reshape(tiles)
     else:
-        grid = np.array(_numbers(tiled["devices"])).reshape(tiles)
+        grid = np.array(numbers_in(tiled["devices"])).reshape(tiles)
     if grid.size != devices:
         raise Unjudged("a sharding over other devices")
     places = np.zeros((len(tiles), devices), np.int64)
@@ -195,17 +196,10 @@ def _named_places(
     over the axes of a mesh: a match of `_NAMED`. `dimensions` has the text of the axes
     of each: "'x','y':(2)4".
     """
-    sizes = {name: int(size) for name, size in _AXIS.findall(named["axes"])}
+    sizes = axis_sizes(named["axes"])
     if math.prod(sizes.values()) != devices or "unreduced" in named["rest"]:
         raise Unjudged("a sharding over other devices, or of an unfinished sum")
-    ids = np.arange(devices)
-    if named["ids"]:
-        transposed = _IDS.fullmatch(named["ids"])
-        if transposed is None:
-            ids = np.array(_numbers(named["ids"]))
-        else:
-            order = _numbers(transposed["order"]) if transposed["order"] else None
-            ids = ids.reshape(_numbers(transposed["grid"])).transpose(order).ravel()
+    ids = device_ids(named["ids"]) if named["ids"] else np.arange(devices)
     coordinates = dict(
         zip(sizes, np.unravel_index(np.arange(devices), [*sizes.values()]), strict=True)
     )
@@ -214,19 +208,14 @@ def _named_places(
     for dimension in dimensions:
         tile = np.zeros(devices, np.int64)
         tile_count = 1
-        # `'x':(2)4` is the sub-axis of size 4 of axis `x`, inside one of size 2.
-        for name, outer_size, inner_size in _SUB_AXIS.findall(dimension):
-            size = int(inner_size) if inner_size else sizes[name]
-            stride = sizes[name] // (int(outer_size or 1) * size)
-            tile = tile * size + coordinates[name] // stride % size
+        for sub_axis in sub_axes_in(dimension):
+            axis_size = sizes[sub_axis.axis]
+            size = sub_axis.size or axis_size
+            stride = axis_size // (sub_axis.outer_size * size)
+            tile = tile * size + coordinates[sub_axis.axis] // stride % size
             tile_count *= size
         tile_by_device = np.zeros(devices, np.int64)
         tile_by_device[ids] = tile
         places.append(tile_by_device)
         tiles.append(tile_count)
     return np.array(places), tiles
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers in a text such as `2,1,4`."""
-    return tuple(int(number) for number in text.split(","))
