@@ -57,6 +57,18 @@ def answered(monkeypatch, answers):
     monkeypatch.setattr(_scheduled, "target_for", lambda *_: "v5e:2x2")
 
 
+def settled_by(lowered, candidates, *, enough: int, most: int, tell=print):
+    """What is settled of candidates of a step, with the options of all tests here."""
+    return settled(
+        lowered=lowered,
+        options=OPTIONS,
+        candidates=candidates,
+        enough=enough,
+        most=most,
+        tell=tell,
+    )
+
+
 def names(candidates):
     return [candidate.mesh.axis_names[0] for candidate in candidates]
 
@@ -65,14 +77,7 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
     answered(monkeypatch, {"a": (3.0, 50), "b": (1.0, 101), "c": (2.0, 50)})
     lines: list[str] = []
     ones = [candidate(axis, float(seconds)) for seconds, axis in enumerate("abcd")]
-    answers = settled(
-        lowered=lowered,
-        options=OPTIONS,
-        candidates=ones,
-        enough=2,
-        most=4,
-        tell=lines.append,
-    )
+    answers = settled_by(lowered, ones, enough=2, most=4, tell=lines.append)
     # Two fit, so libtpu is not asked about "d".
     assert names(answers.fitting) == ["c", "a", "d"]
     assert names(answers.too_large) == ["b"]
@@ -83,14 +88,7 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
         "estimate",
     ]
     assert "dropped b=4 (batch): libtpu takes 101 B of 100 B" in lines
-    answers = settled(
-        lowered=lowered,
-        options=OPTIONS,
-        candidates=ones,
-        enough=2,
-        most=1,
-        tell=lines.append,
-    )
+    answers = settled_by(lowered, ones, enough=2, most=1, tell=lines.append)
     assert names(answers.fitting) == ["a", "b", "c", "d"]
 
 
@@ -103,36 +101,18 @@ def test_where_nothing_fits_the_least_is_next(lowered, monkeypatch):
         candidate("c", 3.0, 70),
         candidate("d", 4.0, 60),
     ]
-    answers = settled(
-        lowered=lowered, options=OPTIONS, candidates=ones, enough=2, most=3, tell=print
-    )
+    answers = settled_by(lowered, ones, enough=2, most=3)
     assert names(answers.fitting) == ["d", "c"]
     assert names(answers.too_large) == ["a", "b"]
-    answers = settled(
-        lowered=lowered, options=OPTIONS, candidates=ones, enough=2, most=2, tell=print
-    )
+    answers = settled_by(lowered, ones, enough=2, most=2)
     assert "the 2 candidates that it was asked about do not fit" in str(
         answers.fitting[0]
     )
-    answers = settled(
-        lowered=lowered,
-        options=OPTIONS,
-        candidates=ones[:3],
-        enough=2,
-        most=3,
-        tell=print,
-    )
+    answers = settled_by(lowered, ones[:3], enough=2, most=3)
     assert not answers.fitting
     assert names(answers.too_large) == ["a", "b", "c"]
     too_large = [candidate("a", 1.0, 101)]
-    answers = settled(
-        lowered=lowered,
-        options=OPTIONS,
-        candidates=too_large,
-        enough=2,
-        most=0,
-        tell=print,
-    )
+    answers = settled_by(lowered, too_large, enough=2, most=0)
     assert not answers.fitting
     assert answers.too_large == tuple(too_large)
 
@@ -141,22 +121,8 @@ def test_what_libtpu_cannot_compile_is_dropped(lowered, monkeypatch):
     answered(monkeypatch, {"a": (None, 0), "b": (1.0, 10)})
     lines: list[str] = []
     ones = [candidate("a", 1.0), candidate("b", 2.0)]
-    answers = settled(
-        lowered=lowered,
-        options=OPTIONS,
-        candidates=ones,
-        enough=2,
-        most=2,
-        tell=lines.append,
-    )
+    answers = settled_by(lowered, ones, enough=2, most=2, tell=lines.append)
     assert names(answers.fitting) == ["b"]
     assert "dropped a=4 (batch): libtpu cannot compile this step" in lines
     with pytest.raises(ProgramError, match="libtpu cannot compile this step"):
-        settled(
-            lowered=lowered,
-            options=OPTIONS,
-            candidates=ones[:1],
-            enough=2,
-            most=2,
-            tell=print,
-        )
+        settled_by(lowered, ones[:1], enough=2, most=2)
