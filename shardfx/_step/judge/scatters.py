@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from .indices import (
 )
 from .joining import is_identity, is_zero, joined_cut
 from .matching import held_result, judged_match
-from .values import Node
 from .verdict import Unjudged
 
 
@@ -58,6 +58,30 @@ def scatter(
     return judged_match(context, instruction, operands, rule)
 
 
+class _Write(NamedTuple):
+    """A scatter of the program of one device, and that of the whole program which it
+    may be a part of.
+
+    - `table`, `updates`: what devices hold of the array into which they write, and of
+      what they write.
+    - `index`: what they hold of the indices, before these were shifted.
+    - `dims`: the dimensions of all three, by HLO's names.
+    - `places`: the dimension of the updates for each dimension of the indices, but that
+      of their columns.
+    - `window_dims`: the dimensions of the table that the updates have too.
+    - `whole_table_shape`, `whole_updates_shape`: the shapes in the whole program.
+    """
+
+    table: Held
+    index: Held
+    updates: Held
+    dims: LookupDims
+    places: Mapping[int, int]
+    window_dims: Sequence[int]
+    whole_table_shape: tuple[int, ...]
+    whole_updates_shape: tuple[int, ...]
+
+
 def _scattered(
     context: Context,
     instruction: Instruction,
@@ -71,71 +95,44 @@ def _scattered(
     """
     table, index, updates = operands
     node = context.values.nodes[value_number]
-    lookup = lookup_of(instruction)
+    dims = lookup_of(instruction)
     reducer = reducer_of(context.module, instruction)
-    # The dimension of the updates for each dimension of the indices.
-    place_of_row = places_of_rows(lookup, len(index.shape), len(updates.shape))
-    windows = window_dims(lookup, len(table.shape))
-    require_whole_columns(context, index, lookup, node)
-    _require_whole_beside_indices(context, table, lookup, node)
-    cuts = _cuts_of_table(
-        context=context,
-        operands=operands,
-        node=node,
-        lookup=lookup,
-        windows=windows,
-        place_of_row=place_of_row,
-    )
-    terms = _terms_over_indices(
-        context=context,
-        instruction=instruction,
-        operands=operands,
-        node=node,
-        lookup=lookup,
-        place_of_row=place_of_row,
-    )
-    _require_own_rows(
-        context=context,
-        instruction=instruction,
+    write = _Write(
         table=table,
-        raw_index=raw_index,
-        lookup=lookup,
-        windows=windows,
-        node=node,
+        index=index,
+        updates=updates,
+        dims=dims,
+        places=places_of_rows(dims, len(index.shape), len(updates.shape)),
+        window_dims=window_dims(dims, len(table.shape)),
+        whole_table_shape=node.operands[0].shape,
+        whole_updates_shape=node.operands[2].shape,
+    )
+
+    require_whole_columns(context, index, dims, node)
+    require_whole_without_index(
+        context=context,
+        table=table,
+        table_shape=write.whole_table_shape,
+        lookup=dims,
+        covered_dims=[dim for dim in write.window_dims if _is_covered(write, dim)],
+    )
+    cuts = _cuts_of_table(context, write)
+    terms = _terms_over_indices(context, instruction, write)
+    shift = shift_of(context, raw_index, len(dims.start))
+    cuts = _with_parts(
+        context=context,
+        instruction=instruction,
+        write=write,
         cuts=cuts,
+        shift=shift,
     )
     _require_same_sums(table, updates, reducer)
     _require_same_terms(table, updates, reducer, terms)
+
     held = held_result(context, instruction, operands, cuts, value_number=value_number)
     if terms is None or reducer not in _TAKEN_OFTEN:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
-
-
-def _require_whole_beside_indices(
-    context: Context,
-    table: Held,
-    lookup: LookupDims,
-    node: Node,
-) -> None:
-    """Raises `Unjudged` if a dimension of the array is cut that has no index, and of
-    which the updates of the scatter `node` have a part.
-    """
-    table_shape = node.operands[0].shape
-    update_shape = node.operands[2].shape
-    windows = window_dims(lookup, len(table.shape))
-    covered_dims = [
-        dim
-        for place, dim in zip(lookup.offset, windows, strict=True)
-        if update_shape[place] == table_shape[dim]
-    ]
-    require_whole_without_index(
-        context=context,
-        table=table,
-        table_shape=table_shape,
-        lookup=lookup,
-        covered_dims=covered_dims,
-    )
 
 
 def _require_same_sums(table: Held, updates: Held, reducer: str) -> None:
@@ -173,33 +170,26 @@ def _require_same_terms(
             raise Unjudged("a scatter of sums into a finished array")
 
 
-def _cuts_of_table(
-    context: Context,
-    operands: Sequence[Held],
-    node: Node,
-    lookup: LookupDims,
-    windows: Sequence[int],
-    place_of_row: Mapping[int, int],
-) -> list[Cut | None]:
+def _cuts_of_table(context: Context, write: _Write) -> list[Cut | None]:
     """The cuts of the array into which a scatter writes, joined with those of indices
     and updates in the dimensions that they have in common: those of a batch, and those
-    of `windows` that an update covers. `place_of_row` has the dimension of the updates
-    for each dimension of the indices.
+    of which an update covers all.
     """
-    table, index, updates = operands
-    table_shape = node.operands[0].shape
-    update_shape = node.operands[2].shape
+    table = write.table
+    index = write.index
+    updates = write.updates
     cuts = [cut_of(axis) for axis in table.axes]
-    for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
-        axes = [table.axes[dim], index.axes[row], updates.axes[place_of_row[row]]]
+    for dim, row in zip(write.dims.batch, write.dims.index_batch, strict=True):
+        axes = [table.axes[dim], index.axes[row], updates.axes[write.places[row]]]
         cuts[dim] = joined_cut(context, "scatter, along a batch dimension,", dim, axes)
-    for place, dim in zip(lookup.offset, windows, strict=True):
-        if update_shape[place] == table_shape[dim]:
+    for place, dim in zip(write.dims.offset, write.window_dims, strict=True):
+        size = write.whole_updates_shape[place]
+        if size == write.whole_table_shape[dim]:
             if updates.shape[place] != table.shape[dim]:
                 raise Unjudged("a scatter of windows that are cut")
             axes = [table.axes[dim], updates.axes[place]]
             cuts[dim] = joined_cut(context, "scatter, along a window,", dim, axes)
-        elif updates.shape[place] != update_shape[place]:
+        elif updates.shape[place] != size:
             raise Unjudged("a scatter of windows that are cut")
     return cuts
 
@@ -207,29 +197,31 @@ def _cuts_of_table(
 def _terms_over_indices(
     context: Context,
     instruction: Instruction,
-    operands: Sequence[Held],
-    node: Node,
-    lookup: LookupDims,
-    place_of_row: Mapping[int, int],
+    write: _Write,
 ) -> tuple[int, ...] | None:
     """The terms of the sum over the indices that are scattered, times those that the
     updates have; `None` if each device scatters whole updates at all indices.
-    `place_of_row` has the dimension of the updates for each dimension of the indices.
     """
-    _, index, updates = operands
-    update_shape = node.operands[2].shape
+    updates = write.updates
     terms = updates.terms
-    for row, place in place_of_row.items():
-        if row in lookup.index_batch:
+    for row, place in write.places.items():
+        if row in write.dims.index_batch:
             continue
-        axes = [index.axes[row], updates.axes[place]]
+        size = write.whole_updates_shape[place]
+        axes = [write.index.axes[row], updates.axes[place]]
         cut = joined_cut(context, "scatter, along its indices,", place, axes)
         if cut is not None:
             if cut.has_holes:
-                _require_no_effect_of_padding(context, instruction, updates, place, cut)
-            part = context.cuts.terms(cut, update_shape[place])
+                _require_no_effect_of_padding(
+                    context=context,
+                    instruction=instruction,
+                    updates=updates,
+                    place=place,
+                    cut=cut,
+                )
+            part = context.cuts.terms(cut, size)
             terms = product_of_terms(context.everywhere, terms, part)
-        elif updates.shape[place] != update_shape[place]:
+        elif updates.shape[place] != size:
             raise Unjudged("a scatter of broadcasts")
     return terms
 
@@ -254,63 +246,78 @@ def _require_no_effect_of_padding(
         raise Unjudged("a scatter of padding")
 
 
-def _require_own_rows(
+def _with_parts(
     context: Context,
     instruction: Instruction,
-    table: Held,
-    raw_index: Held,
-    lookup: LookupDims,
-    windows: Sequence[int],
-    node: Node,
-    cuts: list[Cut | None],
-) -> None:
-    """Raises `Unjudged` unless the offsets of the indices are where the parts of the
-    array start that devices hold. What falls outside is another device's and is
-    dropped. `windows` are the dimensions of the array that the updates have. Sets in
-    `cuts` those of dimensions along which nothing changes, such as zeros.
+    write: _Write,
+    cuts: Sequence[Cut | None],
+    shift: np.ndarray | None,
+) -> list[Cut | None]:
+    """The cuts of the table, from `cuts`, with those of dimensions along which nothing
+    changes, such as those of zeros: each device has the part at the offsets of its
+    indices. `shift` is what was subtracted from the indices, an array (devices,
+    columns); `None` if nothing was.
+
+    Raises `Unjudged` unless the offsets are where each device's part starts. What falls
+    outside is another device's and is dropped.
     """
-    shifts = shift_of(context, raw_index, len(lookup.start))
-    table_shape = node.operands[0].shape
-    update_shape = node.operands[2].shape
-    for column, dim in enumerate(lookup.start):
-        size = table_shape[dim]
-        if dim in windows:
-            place = lookup.offset[windows.index(dim)]
-            if update_shape[place] == size:
-                continue
+    cuts = list(cuts)
+    table = write.table
+    for column, dim in enumerate(write.dims.start):
+        if _is_covered(write, dim):
+            continue
+        size = write.whole_table_shape[dim]
         offsets = np.zeros(context.devices, np.int64)
-        if shifts is not None:
-            offsets = shifts[:, column]
-        axis = table.axes[dim]
-        if axis is None and table.shape[dim] != size:
-            # Zeros fit any part.
-            indices = offsets[:, None] + np.arange(table.shape[dim])
-            indices = np.where(indices < size, indices, HOLE)
-            cut = context.cuts.from_indices(indices)
-            context.cuts.terms(cut, size)
-            cuts[dim] = cut
-        elif axis is None:
-            cuts[dim] = context.cuts.whole(size)
+        if shift is not None:
+            offsets = shift[:, column]
+        if table.axes[dim] is None:
+            cuts[dim] = _part_at(context, offsets, table.shape[dim], size)
         cut = cuts[dim]
         assert cut is not None
-        if dim in windows and not context.cuts.is_whole(cut, size):
+        if dim in write.window_dims and not context.cuts.is_whole(cut, size):
             raise Unjudged("a scatter of windows across parts")
         if not is_box(context, cut, size):
             raise Unjudged("a scatter into a dimension in pieces")
         starts = cut.starts[:, 0]
+        if shift is None and starts.any():
+            raise Unjudged("a scatter, by plain indices, into a dimension that is cut")
         if (starts != offsets).any():
-            if shifts is None:
-                raise Unjudged(
-                    "a scatter, by plain indices, into a dimension that is cut"
-                )
             raise Unjudged("a scatter by indices with other offsets than the array's")
-        if starts.any() and _is_of_one_row(raw_index, lookup):
+        if starts.any() and _is_of_one_row(write):
             _require_no_slice_before(context, instruction)
+    return cuts
 
 
-def _is_of_one_row(index: Held, lookup: LookupDims) -> bool:
+def _is_covered(write: _Write, dim: int) -> bool:
+    """Whether each update covers all of dimension `dim` of the table."""
+    if dim not in write.window_dims:
+        return False
+    place = write.dims.offset[write.window_dims.index(dim)]
+    return write.whole_updates_shape[place] == write.whole_table_shape[dim]
+
+
+def _part_at(
+    context: Context,
+    offsets: np.ndarray,
+    local_size: int,
+    size: int,
+) -> Cut:
+    """The cut of a dimension of `size` of which each device has the part of
+    `local_size` at its offset. Raises `Unjudged` if the parts overlap, or do not cover
+    the dimension.
+    """
+    if local_size == size:
+        return context.cuts.whole(size)
+    indices = offsets[:, None] + np.arange(local_size)
+    cut = context.cuts.from_indices(np.where(indices < size, indices, HOLE))
+    context.cuts.terms(cut, size)
+    return cut
+
+
+def _is_of_one_row(write: _Write) -> bool:
     """Whether the indices are those of one window."""
-    sizes = [size for dim, size in enumerate(index.shape) if dim != lookup.vector]
+    shape = write.index.shape
+    sizes = [size for dim, size in enumerate(shape) if dim != write.dims.vector]
     return math.prod(sizes) == 1
 
 
