@@ -259,15 +259,9 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
     reduced_terms = {_spread(term, group_masks) for term in terms}
-    if reducer in IDEMPOTENT:
-        return _reduced(
-            context=context,
-            operand=operand,
-            reduced_terms=reduced_terms,
-            reducer=reducer,
-            scale=operand.scale,
-        )
-    scale = _scale_of_reduction(operand.scale, reducer, terms, groups)
+    scale = operand.scale
+    if reducer not in IDEMPOTENT:
+        scale = _scale_of_reduction(scale, reducer, terms, groups)
     return _reduced(
         context=context,
         operand=operand,
