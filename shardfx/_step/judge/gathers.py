@@ -50,7 +50,7 @@ class _Lookup(NamedTuple):
     be a part of.
 
     - `table`: what devices hold of the array in which the indices are looked up.
-    - `index`: what they hold of the indices, before these were clamped and shifted.
+    - `indices`: what they hold of the indices, before these were clamped and shifted.
     - `dims`: the dimensions of both, by HLO's names.
     - `places`: the dimension of the result for each dimension of the indices, but that
       of their columns.
@@ -63,7 +63,7 @@ class _Lookup(NamedTuple):
     """
 
     table: Held
-    index: Held
+    indices: Held
     dims: LookupDims
     places: Mapping[int, int]
     window_sizes: tuple[int, ...]
@@ -110,7 +110,7 @@ def _gathered(
     ]
     lookup = _Lookup(
         table=table,
-        index=index,
+        indices=index,
         dims=dims,
         places=places_of_rows(dims, len(index.shape), rank),
         window_sizes=window_sizes,
@@ -145,7 +145,7 @@ def _cuts_of_result(context: Context, lookup: _Lookup, rank: int) -> list[Cut | 
     of the windows. Raises `Unjudged` if a window is cut.
     """
     table = lookup.table
-    index = lookup.index
+    index = lookup.indices
     cuts: list[Cut | None] = [None] * rank
     for row, place in lookup.places.items():
         cuts[place] = cut_of(index.axes[row])
@@ -178,9 +178,9 @@ def _fetched(
     """
     axes: list[Axis | None] = [None] * rank
     for row, place in lookup.places.items():
-        axes[place] = lookup.index.axes[row]
+        axes[place] = lookup.indices.axes[row]
     return Fetched(
-        indices=lookup.index.root,
+        indices=lookup.indices.root,
         axes=tuple(axes),
         low=bounds.low,
         high=bounds.high,

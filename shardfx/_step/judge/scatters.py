@@ -64,7 +64,7 @@ class _Write(NamedTuple):
 
     - `table`, `updates`: what devices hold of the array into which they write, and of
       what they write.
-    - `index`: what they hold of the indices, before these were shifted.
+    - `indices`: what they hold of the indices, before these were shifted.
     - `dims`: the dimensions of all three, by HLO's names.
     - `places`: the dimension of the updates for each dimension of the indices, but that
       of their columns.
@@ -73,7 +73,7 @@ class _Write(NamedTuple):
     """
 
     table: Held
-    index: Held
+    indices: Held
     updates: Held
     dims: LookupDims
     places: Mapping[int, int]
@@ -99,7 +99,7 @@ def _scattered(
     reducer = reducer_of(context.module, instruction)
     write = _Write(
         table=table,
-        index=index,
+        indices=index,
         updates=updates,
         dims=dims,
         places=places_of_rows(dims, len(index.shape), len(updates.shape)),
@@ -176,7 +176,7 @@ def _cuts_of_table(context: Context, write: _Write) -> list[Cut | None]:
     of which an update covers all.
     """
     table = write.table
-    index = write.index
+    index = write.indices
     updates = write.updates
     cuts = [cut_of(axis) for axis in table.axes]
     for dim, row in zip(write.dims.batch, write.dims.index_batch, strict=True):
@@ -208,7 +208,7 @@ def _terms_over_indices(
         if row in write.dims.index_batch:
             continue
         size = write.whole_updates_shape[place]
-        axes = [write.index.axes[row], updates.axes[place]]
+        axes = [write.indices.axes[row], updates.axes[place]]
         cut = joined_cut(context, "scatter, along its indices,", place, axes)
         if cut is not None:
             if cut.has_holes:
@@ -316,7 +316,7 @@ def _part_at(
 
 def _is_of_one_row(write: _Write) -> bool:
     """Whether the indices are those of one window."""
-    shape = write.index.shape
+    shape = write.indices.shape
     sizes = [size for dim, size in enumerate(shape) if dim != write.dims.vector]
     return math.prod(sizes) == 1
 
