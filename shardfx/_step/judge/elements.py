@@ -53,16 +53,19 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
     for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
+        operand_dims = _dims_with_ones(context, operand)
+        operand_in_order = _in_order(operand, operand_dims, array, array_dims)
+        held_operand = _elements(context, held, operand_in_order)
+        if held_operand is None:
+            continue
         move = _OperandMove(
             node=node,
             number=number,
-            operand_dims=_dims_with_ones(context, operand),
+            operand=operand,
+            operand_dims=operand_dims,
             array=array,
             array_dims=array_dims,
         )
-        held_operand = _elements(context, held, _operand_in_order(move))
-        if held_operand is None:
-            continue
         moved = _remembered_move(context, move, held_operand)
         if moved is None:
             continue
@@ -127,7 +130,8 @@ class _OperandMove(NamedTuple):
     elements move along each of them. Some become elements of `array`.
 
     - `node`: the value that the operation makes.
-    - `number`: the operand's place among those of the operation.
+    - `number`, `operand`: the operand's place among those of the operation, and the
+      operand as the operation takes it.
     - `operand_dims`: for each dimension of the operand, that of the operand's own
       value; `None` for one along which nothing changes.
     - `array`: a view of the operation's value. It may have its dimensions in another
@@ -138,14 +142,10 @@ class _OperandMove(NamedTuple):
 
     node: Node
     number: int
+    operand: Global
     operand_dims: Sequence[int | None]
     array: Global
     array_dims: Sequence[int | None]
-
-    @property
-    def operand(self) -> Global:
-        """The operand, as the operation takes it."""
-        return self.node.operands[self.number]
 
     def along(self, context: Context, dim: int) -> Move | None:
         """How elements move along dimension `dim` of the operation's value; `None` if
@@ -154,17 +154,23 @@ class _OperandMove(NamedTuple):
         return MOVES_BY_OPCODE[self.node.opcode](context, self.node, self.number, dim)
 
 
-def _operand_in_order(move: _OperandMove) -> Global:
-    """The operand, seen with its dimensions in the order of the array."""
-    operand = move.operand
+def _in_order(
+    operand: Global,
+    operand_dims: Sequence[int | None],
+    array: Global,
+    array_dims: Sequence[int | None],
+) -> Global:
+    """The operand, seen with its dimensions in the order of the array. The arguments
+    are as in an `_OperandMove`.
+    """
     dims: list[int | None] = []
     shape: list[int] = []
-    for dim, size in zip(move.array_dims, move.array.shape, strict=True):
+    for dim, size in zip(array_dims, array.shape, strict=True):
         if dim is None:
             dims.append(None)
             shape.append(size)
         else:
-            dims.append(move.operand_dims[dim])
+            dims.append(operand_dims[dim])
             shape.append(operand.shape[dim])
     return Global(View(operand.view.root, tuple(dims)), tuple(shape))
 
