@@ -21,7 +21,7 @@ Each operation has a rule, from the types of its operands to that of its result:
 | file | operations |
 |---|---|
 | `pointwise.py`, `masks.py` | operands must hold the same boxes; selects by masks |
-| `views.py` | broadcasts, transposes, reshapes |
+| `views.py`, `local_reshapes.py` | broadcasts, transposes, reshapes |
 | `pieces.py`, `concatenations.py` | slices, pads, reverses; concatenations |
 | `updates.py` | updates |
 | `products.py` | products, reductions |

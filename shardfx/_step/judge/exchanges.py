@@ -20,8 +20,8 @@ from .cuts import HOLE, Cut, Split
 from .forms import numbers, reducer_of
 from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
+from .local_reshapes import Overflowing, with_absorbed_axes
 from .verdict import Unjudged, Wrong
-from .views import Overflowing, with_absorbed_axes
 
 
 def groups_in(context: Context, instruction: Instruction) -> np.ndarray:

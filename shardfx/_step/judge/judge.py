@@ -38,13 +38,7 @@ from .rules import applied, applied_bitcast
 from .shardings import WrongShard, cuts_of, shardings_in
 from .sources import without_row_of_iota
 from .values import Global
-from .verdict import (
-    Outcome,
-    Unjudged,
-    UnjudgedOperation,
-    Verdict,
-    Wrong,
-)
+from .verdict import Outcome, Unjudged, UnjudgedOperation, Verdict, Wrong
 from .whole_program import WholeProgram, read_whole
 
 

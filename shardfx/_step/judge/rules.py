@@ -25,6 +25,7 @@ from . import (
 )
 from .held import Context, Held, Result
 from .joining import operation_of
+from .local_reshapes import Overflowing
 from .manual_calls import own_collective
 from .pointwise import elementwise
 from .verdict import Unjudged
@@ -115,7 +116,7 @@ def _idiom_step(
     """
     opcode = instruction.opcode
     idioms = [operand.idiom for operand in operands if operand.idiom is not None]
-    if any(isinstance(idiom, views.Overflowing) for idiom in idioms):
+    if any(isinstance(idiom, Overflowing) for idiom in idioms):
         if opcode not in _BETWEEN_RESHAPES:
             raise Unjudged(f"{opcode} of an array in parts, with padding")
         return None
