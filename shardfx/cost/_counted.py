@@ -35,6 +35,7 @@ from .._step import (
     parse_hlo,
 )
 from ._array_rows import ArrayRow, MissedAxis
+from ._elsewhere import StepElsewhere
 from ._estimate import LARGEST_DIRECT_MESH
 from ._libtpu import tpu_program
 from ._live import device_memory
@@ -60,6 +61,9 @@ class StepOnChip:
     chip: chips.Chip
     function: Any = None
     assigned: Memory | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepElsewhere, ()
 
     @property
     def platform(self) -> Platform:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -26,6 +27,7 @@ from .._step import (
     place_text,
 )
 from ._array_rows import ArrayRow, MissedAxis, Origin
+from ._elsewhere import StepElsewhere
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import TrafficRow
 
@@ -53,6 +55,9 @@ class Explainer:
         self.lines = [
             own_line(lines_of(operation.location)) for operation in graph.operations
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepElsewhere, ()
 
     @ft.cached_property
     def array_rows(self) -> list[ArrayRow | None]:

@@ -73,6 +73,9 @@ class Fit:
     - `on_chip_bytes`: the bytes of on-chip memory that the program uses beside; 0 if
       they are not known.
     - `out_of_memory`: libtpu's own error for a step that does not fit, or "".
+
+    It can be pickled. `changes` and `peak_arrays` go along if they were read before;
+    else, as all that needs the step, they raise `ProgramError` in another process.
     """
 
     __module__ = "shardfx.cost"

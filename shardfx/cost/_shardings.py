@@ -27,6 +27,7 @@ from .._rules import near
 from .._step import Platform, Step, place_text, platform_of, program_of, step_of
 from ..topology import MeshSpec
 from ._array_rows import ArrayRow, MissedAxis
+from ._elsewhere import StepElsewhere
 from ._explainer import Explainer, axis_of
 from ._memory import LiveArray
 from ._propagation import Graph
@@ -51,6 +52,9 @@ class StepShardings:
       the largest first.
     - `mesh`: the mesh of the step.
     - `notes`: further notes.
+
+    It can be pickled. What needs the step, such as `missed_axes` and `conflicts`, raises
+    `ProgramError` in another process.
     """
 
     __module__ = "shardfx.cost"
@@ -58,7 +62,7 @@ class StepShardings:
     rows: tuple[ArrayRow, ...]
     mesh: MeshSpec
     notes: tuple[str, ...]
-    _explainer: Explainer = dataclasses.field(repr=False, compare=False)
+    _explainer: Explainer | StepElsewhere = dataclasses.field(repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> "StepShardings":
         # Nothing of it changes, and JAX's traces cannot be copied.
@@ -206,7 +210,9 @@ class StepShardings:
             f" {self.mesh}"
         )
         text += self.notes
-        if len(lines) == 1:
+        if len(lines) == 1 and isinstance(self._explainer, StepElsewhere):
+            text.append("  Axes that are missed are known where the step was traced.")
+        elif len(lines) == 1:
             text += [f"  {missed}" for missed in self.missed_axes(rows[0])]
         return "\n".join(text)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfx as sfx
+from shardfx.errors import ProgramError
 
 
 API = Path(__file__).parents[2] / "docs" / "api"
@@ -131,6 +132,34 @@ def test_results_of_a_step_copy():
     for result in (fitted, shardings):
         assert copy.copy(result) == result
         assert copy.deepcopy(result) == result
+
+
+def test_results_of_a_step_pickle_without_their_step():
+    structs = made().structs
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    fitted = sfx.cost.fit(step, structs["w"], x, chip="v5e")
+    shardings = sfx.cost.shardings(step, structs["w"], x)
+    changes = fitted.changes
+    fit_there, shardings_there = pickle.loads(pickle.dumps((fitted, shardings)))
+    assert (fit_there, str(fit_there)) == (fitted, str(fitted))
+    assert fit_there.changes == changes
+    assert shardings_there == shardings
+    *table, note = str(shardings_there).splitlines()
+    assert table == str(shardings).splitlines()[: len(table)]
+    assert "where the step was traced" in note
+    gone = (
+        lambda: fit_there.peak_arrays,
+        lambda: fit_there.shardings,
+        lambda: fit_there.batch,
+        lambda: shardings_there.conflicts,
+        lambda: shardings_there.known_faults,
+        lambda: shardings_there.missed_axes(shardings.rows[0]),
+    )
+    for read in gone:
+        with pytest.raises(ProgramError, match="was pickled without its step"):
+            read()
+    again = pickle.loads(pickle.dumps(fit_there))
+    assert again == fitted
 
 
 def test_stages_of_a_function_copy():
