@@ -79,23 +79,26 @@ def leaf_made(path: str, struct: Struct | Made) -> Made:
 def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
     """A target array of which each element is `number`."""
     check_number(number, dtype, f"an array of shape {shape}")
-    factors = []
-    for dim, size in enumerate(shape):
-        factor = Factor(
-            size=size,
-            source_dim=NOWHERE,
-            source_step=0,
-            target_dim=dim,
-            target_step=1,
-        )
-        factors.append(factor)
     pieces = nonempty_piece(
         value=Value(path=None, number=number, casts=(dtype,)),
         source=(),
         target=(0,) * len(shape),
-        factors=factors,
+        factors=[_repetition(size, dim) for dim, size in enumerate(shape)],
     )
     return Made(shape=shape, dtype=dtype, pieces=pieces)
+
+
+def _repetition(size: int, dim: int) -> Factor:
+    """The loop that writes one element `size` times along dimension `dim` of the
+    target.
+    """
+    return Factor(
+        size=size,
+        source_dim=NOWHERE,
+        source_step=0,
+        target_dim=dim,
+        target_step=1,
+    )
 
 
 def _constant(
@@ -361,13 +364,7 @@ def _repeat(operands: Sequence[Made], count: int, dim: int, unit: int) -> Made:
         units = _split(operands, dim, -1, unit)
         repeated = _repeat([units], count, dim, 1)
         return _merge([repeated], dim, 2)
-    repetition = Factor(
-        size=count,
-        source_dim=NOWHERE,
-        source_step=0,
-        target_dim=dim,
-        target_step=1,
-    )
+    repetition = _repetition(count, dim)
     pieces: list[Piece] = []
     for piece in array.pieces:
         # Each element of the dimension takes the place of `count`.

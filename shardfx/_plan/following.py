@@ -3,6 +3,7 @@ optimizer's state, gradients, statistics, adapters or scales.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -334,18 +335,18 @@ class _Follower:
         strict plan, the plan without the axes of `over` is added to `strict`.
         """
         shape = tuple(leaf.shape)
+        row_for = ft.partial(
+            row_of,
+            shape=shape,
+            dtype=leaf.dtype,
+            mesh=self.mesh,
+            memory_kind=memory_kind,
+        )
         try:
             request = self.request(path, leaf)
             # Axes of `over` may be dropped also under `strict`: it checks the rest.
             if self.plan.strict and math.prod(shape) > 1:
-                row = row_of(
-                    request=request,
-                    shape=shape,
-                    dtype=leaf.dtype,
-                    mesh=self.mesh,
-                    memory_kind=memory_kind,
-                )
-                self.strict.append((path, row))
+                self.strict.append((path, row_for(request=request)))
             if shape and self.over is not None:
                 request = shard_over(
                     request=request,
@@ -354,22 +355,10 @@ class _Follower:
                     mesh=self.plan.mesh,
                     over=self.over,
                 )
-            return row_of(
-                request=request,
-                shape=shape,
-                dtype=leaf.dtype,
-                mesh=self.mesh,
-                memory_kind=memory_kind,
-            )
+            return row_for(request=request)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(
-                request=NOTHING,
-                shape=shape,
-                dtype=leaf.dtype,
-                mesh=self.mesh,
-                memory_kind=memory_kind,
-            )
+            return row_for(request=NOTHING)
 
     def request(self, path: str, leaf: Any) -> Request:
         """Returns the sharding that is requested for the array `leaf` at `path`: as an

@@ -47,6 +47,18 @@ from .._usage import UsageError, calling
 
 _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its arguments: trees of
     ShapeDtypeStructs with shardings, as `plan.structs`. A parameter called `mesh` gets --mesh as a MeshSpec."""
+# The arguments of the verbs that take a step.
+_STEP = click.argument("step", metavar="MODULE:STEP")
+_MESH = click.option(
+    "--mesh",
+    metavar="MESH",
+    help="The function's argument `mesh`, as in data=2,fsdp=4.",
+)
+_KWARGS = click.option(
+    "--kwargs",
+    metavar="NAME=VALUE,...",
+    help="For the function, as in 'layers=4'.",
+)
 
 
 @verb(
@@ -58,17 +70,9 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
         ),
     )
 )
-@click.argument("step", metavar="MODULE:STEP")
-@click.option(
-    "--mesh",
-    metavar="MESH",
-    help="The function's argument `mesh`, as in data=2,fsdp=4.",
-)
-@click.option(
-    "--kwargs",
-    metavar="NAME=VALUE,...",
-    help="For the function, as in 'layers=4'.",
-)
+@_STEP
+@_MESH
+@_KWARGS
 @click.option(
     "--how",
     type=click.Choice(["compile", "estimate", "compare"]),
@@ -137,18 +141,10 @@ def traffic(
         "shardfx why my_model:train_step my_model.py:24 --mesh data=2,fsdp=2,tensor=2",
     )
 )
-@click.argument("step", metavar="MODULE:STEP")
+@_STEP
 @click.argument("line", required=False, metavar="[LINE]")
-@click.option(
-    "--mesh",
-    metavar="MESH",
-    help="The function's argument `mesh`, as in data=2,fsdp=4.",
-)
-@click.option(
-    "--kwargs",
-    metavar="NAME=VALUE,...",
-    help="For the function, as in 'layers=4'.",
-)
+@_MESH
+@_KWARGS
 @JSON
 def why(
     step: str,
@@ -316,7 +312,7 @@ _FIELDS = tuple(
     ),
     exits="0; 1 if nothing fits in memory",
 )
-@click.argument("step", metavar="MODULE:STEP")
+@_STEP
 @click.option(
     "--target",
     metavar="tpu:KIND:AxBxC|cpu:N",
@@ -364,11 +360,7 @@ _FIELDS = tuple(
     show_default=True,
     help="How many of the best to compile; the usual ways are compiled too.",
 )
-@click.option(
-    "--kwargs",
-    metavar="NAME=VALUE,...",
-    help="For the function, as in 'layers=4'.",
-)
+@_KWARGS
 @click.option(
     "--write",
     "code_file",
