@@ -127,6 +127,14 @@ def of_numpy(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """A view of an array as bytes, from which views of other shapes and dtypes can be
+    made.
+    """
+    flat = array.reshape(-1)
+    return flat.view(np.uint8) if flat.size else of_numpy(0)
+
+
 def aligned(nbytes: int) -> int:
     """`nbytes`, rounded up to where the next array in the same memory may start."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -33,7 +33,7 @@ from ..._ground.boxes import (
     read_box,
     whole_box,
 )
-from ..._ground.copying import block_dim, buffers, copy_along
+from ..._ground.copying import as_bytes, block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from ..._ground.keys import raw
 from .copies import Copy, HostCopies, is_small, joint_copies, shard_starts
@@ -477,14 +477,6 @@ def views_of(
         ),
         block_dim=copy.block_dim,
     )
-
-
-def as_bytes(buffer: np.ndarray) -> np.ndarray:
-    """A view of a buffer as bytes, from which views of other shapes and dtypes can be
-    made.
-    """
-    flat = buffer.reshape(-1)
-    return flat.view(np.uint8) if flat.size else flat
 
 
 def _run_copies(

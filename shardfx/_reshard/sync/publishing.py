@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._ground.boxes import Box, as_box, first_with, read_box, whole_box
+from ..._ground.copying import as_bytes
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._ground.keys import raw
 from ..._ground.tree import flatten, near_paths
@@ -42,8 +43,7 @@ class Published:
         """The bytes of the shard number `number` of the array at `path`."""
         memory = self._bytes.get((path, number))
         if memory is None:
-            flat = self._as_numpy(path, number).reshape(-1)
-            memory = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+            memory = as_bytes(self._as_numpy(path, number))
             self._bytes[path, number] = memory
         return memory
 

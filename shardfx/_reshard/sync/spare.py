@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ..._ground.boxes import Box, array_of, box_shape, boxes_here, volume
-from ..._ground.copying import buffers
+from ..._ground.copying import as_bytes, buffers
 from ..._ground.errors import PlanMismatchError
 from ..._ground.keys import as_keys_of_dtype, data_of
 from ..._plan import ShardPlan
@@ -85,12 +85,11 @@ class SpareMemory:
 
     def bytes_of(self, leaf: int, buffer: int) -> np.ndarray:
         """The memory of the buffer number `buffer` of the leaf number `leaf`, as bytes."""
-        flat = self._bytes.get((leaf, buffer))
-        if flat is None:
-            memory = self.memory(leaf, buffer).reshape(-1)
-            flat = memory.view(np.uint8) if memory.size else np.empty(0, np.uint8)
-            self._bytes[leaf, buffer] = flat
-        return flat
+        memory = self._bytes.get((leaf, buffer))
+        if memory is None:
+            memory = as_bytes(self.memory(leaf, buffer))
+            self._bytes[leaf, buffer] = memory
+        return memory
 
     def wrote(self, leaf: int) -> None:
         """Counts one written row of the leaf number `leaf`. After the last row of its
