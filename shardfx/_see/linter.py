@@ -200,16 +200,22 @@ def _refuse_beside_plan(
     """
     own_values = {"axes": plan.axes, "mode": plan.mode, "strict": plan.strict or None}
     ignored = []
-    if mesh is not None and MeshSpec.of(mesh) != plan.mesh:
+    # Findings depend on no slices and no types of axes, which a mesh of devices may not
+    # have as the plan does.
+    if mesh is not None and MeshSpec.of(mesh).shape != plan.mesh.shape:
         ignored.append("mesh")
     for name, value in given.items():
         if value is not None and value != own_values.get(name):
             ignored.append(name)
     for name in ignored[:1]:
+        other = (
+            f"lint the tree itself by the rules: `lint(plan.structs, mesh, {name}=...)`"
+        )
+        if name == "mesh":
+            other = "plan the same arrays for this mesh: `lint(plan.replan(mesh))`"
         raise RuleError(
             f"`lint(plan, {name}=...)`: a plan is made already, and `{name}` would have"
-            " no effect. Write `lint(plan)`, or lint the tree itself by the rules:"
-            f" `lint(plan.structs, mesh, {name}=...)`."
+            f" no effect. Write `lint(plan)`, or {other}."
         )
 
 

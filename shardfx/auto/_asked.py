@@ -203,14 +203,9 @@ def _options_of_text(devices: str, chip: str | chips.Chip | None) -> SearchOptio
     )
 
 
-# The number of candidates that are compiled on request.
-COMPILED = 12
-
-
 def require_options(keep: object, closely: object, verify: object) -> None:
     """Raises `RuleError` unless `keep` and `closely` are positive and `verify` is
-    "compile", "run" or `None`; and for another number in `closely` than the usual one if
-    nothing is compiled.
+    "compile", "run" or `None`.
     """
     are_counts = _is_count(keep) and _is_count(closely)
     if not are_counts or verify not in (None, "compile", "run"):
@@ -220,11 +215,6 @@ def require_options(keep: object, closely: object, verify: object) -> None:
             f'`verify={verify!r:.40}` must be "compile", "run" or None; write `keep=5,'
             ' closely=12, verify="compile"`. '
             "The devices to compile for are those of `devices`."
-        )
-    if verify is None and closely != COMPILED:
-        raise RuleError(
-            f"`closely={closely}` is the number of candidates that `verify` compiles, and"
-            ' without it none is: pass `verify="compile"` too, or leave `closely` out.'
         )
 
 

@@ -17,7 +17,6 @@ from .._rules import AxisRules
 from .._step import Target, bytecode, explicit_mesh, untraced, without_mesh
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
-    COMPILED,
     SearchOptions,
     noted,
     require_arrays,
@@ -50,6 +49,8 @@ _MOST_OF_UNCONSTRAINED = 0.95
 _ADVICE_IF_NOTHING_FITS = "use more devices, a smaller batch, or remat"
 # The number of candidates behind those to return that libtpu is asked about.
 _BEHIND = 2
+# The number of candidates that are compiled on request.
+COMPILED = 12
 _NO_LIMITS = Limits()
 # With the least effort: the largest number of programs; the relative difference of two
 # estimated times below which both are partitioned; and the part of a device's memory
@@ -112,8 +113,8 @@ def search(
       the devices, with new arrays, and sorts them by the measured time.
     - `also`: rules for names that [`shardfx.auto.name_axes`][] finds. The search treats
       them as well-known strategies, and chooses the sizes of their mesh axes.
-    - `closely`: the number of best candidates that `verify` compiles. The well-known strategies and
-      those of `also` are compiled whatever their rank.
+    - `closely`: the number of best candidates that `verify` compiles. The well-known
+      strategies and those of `also` are compiled whatever their rank.
     - `limits`: see [`shardfx.auto.Limits`][].
     - `effort`: "least" partitions one candidate, the fastest by the estimate, and the
       next one only if the first may not fit or is estimated within 5 % of it. It
@@ -133,13 +134,12 @@ def search(
     **Raises:**
 
     `MeshError` for devices that cannot be read or slices that do not divide them;
-    `RuleError` for limits with names that the step lacks, and for another `closely`
-    than the default without `verify`; `SpecError` if no mesh of these devices divides
-    the step's dimensions; `LeafTypeError` for arguments without arrays, and for a
-    traced step with keyword arguments, Explicit axes or modules of `flax.nnx`;
-    `ProgramError` if XLA cannot partition the step at all, for example because the step
-    constrains arrays over a mesh of its own, or computes it wrongly under each
-    candidate; the errors of tracing the step, with a note.
+    `RuleError` for limits with names that the step lacks; `SpecError` if no mesh of
+    these devices divides the step's dimensions; `LeafTypeError` for arguments without
+    arrays, and for a traced step with keyword arguments, Explicit axes or modules of
+    `flax.nnx`; `ProgramError` if XLA cannot partition the step at all, for example
+    because the step constrains arrays over a mesh of its own, or computes it wrongly
+    under each candidate; the errors of tracing the step, with a note.
 
     !!! Example
 

@@ -302,11 +302,6 @@ def _index_of(
         )
     if not isinstance(path, Index):
         return read_index(path, root=root, timeout_seconds=timeout_seconds)
-    if root is not None:
-        raise LeafTypeError(
-            "`load(index, ..., root=...)`: the links of the checkpoint were followed when"
-            " the index was made: write `read_index(path, root=...)`."
-        )
     place = path.place
     if not isinstance(place, ObjectPlace) or place.timeout_seconds == timeout_seconds:
         return path

@@ -298,7 +298,7 @@ def fit(
         ```
     """
     chip = chips.find(chip)
-    _require_alone(step, [*args, mesh, compiled])
+    _require_alone(step, mesh, [*args, compiled])
     if isinstance(step, ShardPlan):
         return _of_plan(step, chip)
     if isinstance(step, CompiledFor) and step.assigned is not None:
@@ -359,12 +359,19 @@ def fit(
     )
 
 
-def _require_alone(counted: object, others: Sequence[object]) -> None:
-    """Raises `LeafTypeError` if `fit` is given `others` than `None` beside a plan or a
-    compiled step, on which they would have no effect.
+def _require_alone(
+    counted: object,
+    mesh: MeshSpec | Mesh | AbstractMesh | None,
+    others: Sequence[object],
+) -> None:
+    """Raises `LeafTypeError` if `fit` is given `others` than `None`, or another mesh
+    than a plan's, beside a plan or a compiled step: they would have no effect.
     """
-    is_counted = isinstance(counted, ShardPlan | _Measured)
-    if is_counted and any(other is not None for other in others):
+    is_alone = all(other is None for other in others)
+    if mesh is not None:
+        is_plan = isinstance(counted, ShardPlan)
+        is_alone &= is_plan and MeshSpec.of(mesh).shape == counted.mesh.shape
+    if isinstance(counted, ShardPlan | _Measured) and not is_alone:
         name = "plan" if isinstance(counted, ShardPlan) else "compiled"
         raise LeafTypeError(
             f"`fit({name}, ...)` counts what the {type(counted).__name__} holds, and"

@@ -144,7 +144,8 @@ def seconds(
       torus uses one link in one direction.
     - `slice`: the slice's extents in chips, such as "4x4x8"; by default the extents
       nearest to a cube. Mesh axes are assigned to dimensions of the slice in order, the
-      last axis innermost, as [`shardfx.MeshSpec.build`][] does.
+      last axis innermost, as [`shardfx.MeshSpec.build`][] does. Chips on a switch
+      have no slices, and none is read for them.
 
     **Returns:**
 
@@ -152,8 +153,8 @@ def seconds(
 
     **Raises:**
 
-    `MeshError` for extents that do not match the mesh, without a mesh, and for a chip
-    that has no slices; `ChipError` for an unknown chip.
+    `MeshError` for extents that do not match the mesh, or without a mesh; `ChipError`
+    for an unknown chip.
 
     !!! Example
 
@@ -188,11 +189,6 @@ def seconds(
             f"`slice={slice!r:.40}` says along which dimensions of a slice the axes of the"
             " mesh lie, and there is no mesh; write `seconds(traffic, chip, mesh,"
             f" slice={slice!r:.40})`."
-        )
-    if slice and not chip.torus_dims:
-        raise MeshError(
-            f"`slice={slice!r:.40}`: switches connect the chips of {chip.name}, so they"
-            " have no slices; leave `slice` out."
         )
     axes: Mapping[str, tuple[Ring, ...]] = {}
     torus = None

@@ -67,11 +67,6 @@ def kept(w):
             r"there is no mesh; write `seconds\(traffic, chip, mesh, slice='2x2x2'\)`",
         ),
         (
-            lambda: seconds(SENT, "h100", MESH, slice="2x4"),
-            MeshError,
-            "switches connect the chips of h100.*leave `slice` out",
-        ),
-        (
             lambda: estimate(jnp.sin, ROWS, compiler=5),  # pyright: ignore
             MeshError,
             "there is no compiler 5; `compiler` is one of tpu, gpu, cpu",

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, checkpoint, cost
+from shardfx import AxisRules, MeshSpec, PathRules, auto, checkpoint, cost
 from shardfx.errors import (
     CheckpointError,
     LeafTypeError,
@@ -55,7 +55,7 @@ CALLS = {
     "another mesh for a finished plan": Call(
         make=lambda path: sfx.lint(PLAN, MeshSpec({"data": 2})),
         error=RuleError,
-        message="`mesh` would have no effect",
+        message=r"`mesh` would have no effect.*or plan .*`lint\(plan.replan\(mesh\)\)`",
     ),
     "a reference beside a mesh": Call(
         make=lambda path: sfx.testing.check_step(
@@ -103,17 +103,12 @@ CALLS = {
         error=CheckpointError,
         message="give a path without `.safetensors`, or leave `file_bytes` out",
     ),
-    "a root of links for an index": Call(
-        make=lambda path: checkpoint.load(indexed(path), PLAN, root=path),
+    "another mesh for the bytes of a plan": Call(
+        make=lambda path: cost.fit(PLAN, chip="v5e", mesh=MeshSpec({"data": 2})),
         error=LeafTypeError,
-        message=r"write `read_index\(path, root=...\)`",
+        message=r"write `fit\(plan, chip=...\)`",
     ),
 }
-
-
-def indexed(path):
-    checkpoint.save(path / "c", {"w": np.ones((8, 8), np.float32)})
-    return checkpoint.read_index(path / "c")
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -127,6 +122,31 @@ def test_what_a_plan_has_already_may_be_given_beside_it():
     assert sfx.lint(PLAN, MESH, axes=AXES) == sfx.lint(PLAN)
     followed = sfx.follow(lambda x: x, PLAN, axes=AXES)
     assert followed["w"].spec == PLAN["w"].spec
+    beside_mesh = cost.fit(PLAN, chip="v5e", mesh=MESH)
+    assert beside_mesh.peak_bytes == cost.fit(PLAN, chip="v5e").peak_bytes
+
+
+def test_the_mesh_of_devices_may_be_given_beside_its_plan():
+    slices = MeshSpec({"data": 8}, dcn={"data": 2})
+    plan = sfx.plan(TREE, slices, paths=RULES)
+    explicit = jax.make_mesh((8,), ("data",))
+    for mesh in (ON_ONE_AXIS.mesh, explicit):
+        assert sfx.lint(plan, mesh) == sfx.lint(plan)
+        beside_mesh = cost.fit(plan, chip="v5e", mesh=mesh)
+        assert beside_mesh.peak_bytes == cost.fit(plan, chip="v5e").peak_bytes
+
+
+def test_arguments_that_only_other_cases_need_may_be_given(tmp_path):
+    checkpoint.save(tmp_path / "c", {"w": np.ones((8, 8), np.float32)})
+    index = checkpoint.read_index(tmp_path / "c", root=tmp_path)
+    plan = PLAN.on(MESH.build(jax.devices()))
+    assert checkpoint.load(index, plan, root=tmp_path)["w"].shape == (8, 8)
+    found = auto.search(jnp.sin, TREE["w"], devices=2, chip="v5e", closely=3)
+    assert found
+    compiled = jax.jit(jnp.sum).lower(jax.device_put(jnp.ones(8), ON_ONE_AXIS))
+    sent = cost.traffic(compiled.compile())
+    on_switch = cost.seconds(sent, "h100", MeshSpec({"data": 8}), slice="2x4")
+    assert on_switch == cost.seconds(sent, "h100", MeshSpec({"data": 8}))
 
 
 def test_a_plan_by_paths_joins_one_in_a_mode():

@@ -115,12 +115,6 @@ LIMITED = {**V5E, "limits": Limits(always=("batch",))}
         ),
         (
             MODEL,
-            {**V5E, "closely": 3},
-            RuleError,
-            '`closely=3` is .* pass `verify="compile"` too, or leave `closely` out',
-        ),
-        (
-            MODEL,
             {**V5E, "verify": True},
             RuleError,
             '`verify=True` must be "compile", "run" or None; write',
