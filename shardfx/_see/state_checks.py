@@ -158,6 +158,12 @@ def _states(subject: Subject) -> list[_State]:
     if not _LETTERS_OF_MOMENTS <= branches.keys():
         for letter in _LETTERS_OF_MOMENTS:
             state_branches.pop(letter, None)
+    # In a tree without branches, each array is one: most hold no state.
+    possible_states: dict[str, list[Group]] = {}
+    for root, groups in state_branches.items():
+        named = [group for group in groups if _is_named_as_state(group)]
+        if named:
+            possible_states[root] = named
     best_states: list[_State] = []
     for root, params in branches.items():
         param_rows: dict[str, Row] = {}
@@ -165,13 +171,19 @@ def _states(subject: Subject) -> list[_State]:
             for path in group.paths:
                 param_rows[path.removeprefix(f"{root}/")] = group.row
         states = []
-        for other_root, groups in state_branches.items():
+        for other_root, groups in possible_states.items():
             if other_root != root:
                 states += [_state(other_root, group, param_rows) for group in groups]
         best_states = max(
             best_states, [state for state in states if state is not None], key=len
         )
     return best_states
+
+
+def _is_named_as_state(group: Group) -> bool:
+    """Whether a branch with the leaves of `group` has a name of an optimizer's state."""
+    names = group.paths[0].split("/")[:-1]
+    return any(map(_STATE_NAME.match, names))
 
 
 def _state(root: str, group: Group, row_by_path: dict[str, Row]) -> _State | None:
