@@ -125,10 +125,10 @@ def follow(
     **Raises:**
 
     Any error of `init`; `RuleError`, `SpecError` and `UnmatchedError` for rules, as
-    [`shardfx.plan`][] does. Under a plan made with `strict=True`, also a `SpecError`
-    that lists all arrays of more than one element that follow no planned array and have
-    no rule, or whose rule does not fit. Axes of `over` that do not fit are never an
-    error.
+    [`shardfx.plan`][] does; `RuleError` for other `axes` than the plan's without
+    `paths`. Under a plan made with `strict=True`, also a `SpecError` that lists all
+    arrays of more than one element that follow no planned array and have no rule, or
+    whose rule does not fit. Axes of `over` that do not fit are never an error.
 
     !!! Example
 

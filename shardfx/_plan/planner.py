@@ -134,8 +134,9 @@ def plan(
 
     `UnmatchedError` with all the arrays that no rule covers, largest first, or with the
     logical names that have no rule; `RuleError` for rules that cannot be applied or
-    never apply, and for two arrays with one path; `SpecError` with all the arrays whose
-    spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
+    never apply, for a mode that `axes` lack, and for two arrays with one path;
+    `SpecError` with all the arrays whose spec or names do not fit their rank;
+    `LeafTypeError` for a tree without arrays.
 
     !!! Example
 

@@ -150,11 +150,11 @@ def reshard(
     Before anything is moved: `MapError` with all problems of a map that does not fit;
     `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
     sharding does not divide its array, or if one with unreduced axes is not the array's
-    own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit
-    of another type; `MeshError` if the move is impossible, or if elements are only on
-    `lost` devices; `MoveError` if `memory_limit_bytes` is less than some array needs in
-    the smallest chunks. During the move: `MoveError`, which names and holds the arrays
-    that have moved.
+    own; `LeafTypeError` for dtypes that JAX moves wrongly, for a `lost` or a limit of
+    another type, and for `lost` inside `jit`; `MeshError` if the move is impossible, or
+    if elements are only on `lost` devices; `MoveError` if `memory_limit_bytes` is less
+    than some array needs in the smallest chunks. During the move: `MoveError`, which
+    names and holds the arrays that have moved.
 
     !!! Example
 

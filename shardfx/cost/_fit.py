@@ -268,8 +268,8 @@ def fit(
     **Raises:**
 
     `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no
-    compiled step and no plan, and for further arguments beside one of the last two; the
-    errors of [`shardfx.cost.estimate`][].
+    compiled step and no plan, and for further arguments beside one of the last two, but
+    for a plan's own mesh; the errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 

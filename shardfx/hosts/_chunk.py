@@ -313,7 +313,8 @@ def owned(
 
     **Raises:**
 
-    `MeshError` for a sharding on an abstract mesh; `SpecError` for no sharding.
+    `MeshError` for a sharding on an abstract mesh; `SpecError` for no sharding, and for
+    a spec that is longer than the shape.
 
     !!! Example
 

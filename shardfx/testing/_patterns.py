@@ -44,7 +44,8 @@ def assert_collectives(
     **Raises:**
 
     `AssertionError` with the collectives that are not allowed. `ValueError` for a
-    pattern that cannot be parsed, or with a mesh axis that the mesh lacks.
+    pattern that cannot be parsed, or with a mesh axis that the mesh lacks; and for one
+    with a mesh axis if the mesh of the traffic is not known.
 
     !!! Example
 
