@@ -288,8 +288,10 @@ def _checked_step(
         theirs = traced_step(reference, copies)
         theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
         _require_comparable(ours, theirs)
+    has_narrow_floats = _has_narrow_floats(ours)
+    rounding = None if has_narrow_floats else NARROW
     # The reference on one device, in float64, with or without rounding.
-    exact_program = Played(theirs, alone=True, wide=np.float64)
+    exact_program = Played(theirs, alone=True, wide=np.float64, rounding=rounding)
     exact_results, _ = exact_program()
     dtypes = [array.dtype for array in ours.closed.out_avals]
     checked_outputs = ft.partial(_checked_outputs, ours.paths, dtypes, exact_results)
@@ -308,14 +310,17 @@ def _checked_step(
         outputs = checked_outputs(results, rounded_results)
     wide = None
     hides_much = is_coarse or _hide_much(outputs, exact_results)
-    if _are_right(outputs) and (hides_much or _has_narrow_floats(ours)):
+    if _are_right(outputs) and (hides_much or has_narrow_floats):
         # An error that rounding hides in the step's dtypes shows in float64.
         wide = np.float64
         in_float64, _ = Played(ours, alone=False, wide=wide)()
-        exact_program = Played(theirs, alone=True, wide=wide, rounding=WIDE)
-        rounded_results = exact_program.rounded_results()
-        rounded_results += exact_program.coarse_results()
+        if not has_narrow_floats:
+            exact_program = Played(theirs, alone=True, wide=wide, rounding=WIDE)
+        rounded_results = exact_program.rounded_results(WIDE)
         outputs = checked_outputs(in_float64, rounded_results)
+        if not _are_right(outputs):
+            rounded_results += exact_program.coarse_results(WIDE)
+            outputs = checked_outputs(in_float64, rounded_results)
 
     floats = [array for array in exact_results if array.dtype.kind in "fc"]
     checked = CheckedStep(

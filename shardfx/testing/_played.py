@@ -105,7 +105,8 @@ class Played:
     With `alone`, it runs on one device without shardings. `wide` is the dtype to which
     narrower floats are cast. The program returns the step's results, and with
     `with_values` also the result of every equation. A program in float64 on one device
-    can round results; `rounding` is the kind of rounding.
+    can round results; `rounding` is the kind of rounding. If it is `None`, each call
+    chooses.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Played:
         alone: bool,
         wide: object = None,
         with_values: bool = False,
-        rounding: int = NARROW,
+        rounding: int | None = NARROW,
     ):
         """Compiles the program. `traced` is the step, and `alone`, `wide`,
         `with_values` and `rounding` are those of the class.
@@ -130,15 +131,18 @@ class Played:
 
         def run(arrays: list[Any], noise: Any) -> Any:
             """The step's results for `arrays`, and those of its equations by number.
-            `noise` has the odd number that `__call__` makes of the seed, and the units
-            in the last place by which results are rounded.
+            `noise` has the kind of rounding, the odd number that `__call__` makes of
+            the seed, and the units in the last place by which results are rounded.
             """
             tape.records.clear()
             tape.bodies.clear()
             tape.values = {}
             tape.noise = None
             if is_rounded:
-                tape.noise = noise_of(rounding, *noise)
+                kind, odd, units = noise
+                if rounding is not None:
+                    kind = rounding
+                tape.noise = noise_of(kind, odd, units)
             args = list(map(tape.widened, arrays))
             closed = traced.closed
             outs, self.result_numbers[:] = tape.run(
@@ -150,7 +154,7 @@ class Played:
 
         # A reference runs without a mesh.
         mesh_context = without_mesh() if alone else contextlib.nullcontext()
-        noise = (np.array(0, np.uint32), np.array(0.0, np.float32))
+        noise = _noise_args(NARROW, seed=0, units=0.0)
         with jax.enable_x64(is_wide), mesh_context:
             lowered = jax.jit(run).lower(self.arrays, noise)
             self.compiled = lowered.compile(_QUICKLY)
@@ -159,23 +163,25 @@ class Played:
         self,
         seed: int = 0,
         units: float = 0.0,
+        kind: int = NARROW,
     ) -> tuple[list[np.ndarray], dict[int, Any]]:
         """The results of the step, and the results of its equations by their numbers in
         `Tape.records`.
 
-        `seed` decides which numbers are rounded up, and `units` is that of `Noise`.
+        `seed` decides which numbers are rounded up; `units` and `kind` are those of
+        `Noise`. A program with a `rounding` needs no `kind`.
         """
-        noise = (np.array(2 * seed + 1, np.uint32), np.array(units, np.float32))
+        noise = _noise_args(kind, seed, units)
         outs, values = self.compiled(self.arrays, noise)
         return list(map(np.asarray, outs)), values
 
-    def rounded_results(self) -> list[list[np.ndarray]]:
+    def rounded_results(self, kind: int = NARROW) -> list[list[np.ndarray]]:
         """The results of the step, rounded, for each seed."""
-        return [self(seed, 1.0)[0] for seed in _SEEDS]
+        return [self(seed, 1.0, kind)[0] for seed in _SEEDS]
 
-    def coarse_results(self) -> list[list[np.ndarray]]:
+    def coarse_results(self, kind: int = NARROW) -> list[list[np.ndarray]]:
         """The results of the step, coarsely rounded, for each seed."""
-        return [self(seed, COARSE_UNITS)[0] for seed in _SEEDS]
+        return [self(seed, COARSE_UNITS, kind)[0] for seed in _SEEDS]
 
     def rounded_values(self) -> list[dict[int, Any]]:
         """The results of the equations, rounded, for each seed: first by one unit, then
@@ -187,3 +193,13 @@ class Played:
                 _, values = self(seed, units)
                 values_by_seed.append(values)
         return values_by_seed
+
+
+def _noise_args(
+    kind: int,
+    seed: int,
+    units: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rounding as arguments of a program, whose dtypes do not depend on x64."""
+    odd = np.array(2 * seed + 1, np.uint32)
+    return np.array(kind, np.int32), odd, np.array(units, np.float32)

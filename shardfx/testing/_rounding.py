@@ -2,7 +2,7 @@
 results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ class Noise(NamedTuple):
     """The rounding of the results of equations.
 
     - `kind`: `NARROW` for rounding to the dtype of a result in the step, and `WIDE` for
-      rounding to float64.
+      rounding to float64. It may be traced.
     - `odd_seed`: an odd integer of 64 bits, which decides which numbers are rounded up.
       It is traced.
     - `units`: by how many units in the last place a number is moved: 0.0 for no
@@ -48,7 +48,7 @@ class Noise(NamedTuple):
       the worst program, which adds up one summand after the other. It is traced.
     """
 
-    kind: int
+    kind: Any
     odd_seed: Any
     units: Any
 
@@ -60,7 +60,7 @@ class Noise(NamedTuple):
         return self._replace(odd_seed=self.odd_seed * odd_key)
 
 
-def noise_of(kind: int, odd: Any, units: Any) -> Noise:
+def noise_of(kind: Any, odd: Any, units: Any) -> Noise:
     """The rounding of this kind and of these units, from a small odd number."""
     return Noise(
         kind=kind,
@@ -118,12 +118,15 @@ def rounded(array: Any, dtype: DType, noise: Noise) -> Any:
         return _rounded_complex(array, dtype, noise)
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    if noise.kind == WIDE:
-        dtype = np.float64
-    elif jnp.finfo(dtype).bits < 16:
+    if jnp.finfo(dtype).bits < 16:
         # The smallest floats are rounded as bfloat16.
         dtype = jnp.bfloat16
-    return jnp.where(noise.units > 0, _rounded_to(dtype, array, noise), array)
+
+    def result_of(kind: int) -> Any:
+        rounded_dtype = np.float64 if kind == WIDE else dtype
+        return _rounded_to(rounded_dtype, array, noise)
+
+    return jnp.where(noise.units > 0, _of_kind(noise, result_of), array)
 
 
 def moved(array: Any, distances: Any, noise: Noise) -> Any:
@@ -162,13 +165,23 @@ def _rounded_complex(array: Any, dtype: DType, noise: Noise) -> Any:
     return moved(array, jnp.where(is_exact, 0.0, distances), noise)
 
 
-def epsilon(dtype: DType, noise: Noise) -> float:
+def epsilon(dtype: DType, noise: Noise) -> Any:
     """The distance from 1.0 to the next number of the dtype to which numbers are
     rounded, which have `dtype` in the step.
     """
-    if noise.kind == WIDE:
-        dtype = np.float64
-    return float(jnp.finfo(dtype).eps)
+
+    def distance_of(kind: int) -> float:
+        rounded_dtype = np.float64 if kind == WIDE else dtype
+        return float(jnp.finfo(rounded_dtype).eps)
+
+    return _of_kind(noise, distance_of)
+
+
+def _of_kind(noise: Noise, value_of: Callable[[int], Any]) -> Any:
+    """What `value_of` returns for the kind of rounding."""
+    if isinstance(noise.kind, int):
+        return value_of(noise.kind)
+    return jnp.where(noise.kind == WIDE, value_of(WIDE), value_of(NARROW))
 
 
 def _is_of_float32(array: Any) -> Any:

@@ -110,7 +110,7 @@ def _summands(equation: jex.JaxprEqn, operands: Sequence[Any], result: Any) -> f
     return updates.size / max(1, math.prod(updates.shape[dim] for dim in window_dims))
 
 
-def _epsilon(dtype: DType, noise: Noise) -> float:
+def _epsilon(dtype: DType, noise: Noise) -> Any:
     """The distance from 1.0 to the next number of the dtype in which numbers of `dtype`
     are added up. Narrow floats are added up in float32.
     """

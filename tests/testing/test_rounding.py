@@ -102,6 +102,14 @@ def test_the_wide_kind_rounds_to_float64():
     assert_array_equal(in_float64(numbers, "bfloat16", WIDE), expected)
 
 
+@pytest.mark.parametrize("kind", [NARROW, WIDE])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_traced_kind_rounds_as_a_constant_one(dtype, kind):
+    numbers = random_numbers()
+    expected = in_float64(numbers, dtype, kind)
+    assert_array_equal(in_float64(numbers, dtype, np.array(kind)), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_units_are_no_rounding(dtype):
     numbers = random_numbers()
