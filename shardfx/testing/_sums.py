@@ -48,7 +48,8 @@ def reordered(
     error in any order, such as a sum of a few integers, is not moved; `may_be_exact`
     says whether there may be one.
     """
-    dtype = equation.outvars[0].aval.dtype
+    result_type: Any = equation.outvars[0].aval
+    dtype = result_type.dtype
     if not jnp.issubdtype(dtype, np.inexact):
         return result
     name = equation.primitive.name
