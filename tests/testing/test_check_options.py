@@ -178,10 +178,11 @@ def partials(options):
 def test_a_partial_function_of_a_step_with_options_is_compared(kind, mesh):
     step = partials(QUICK)[kind]
     x = rows(mesh, 16, 8) / 100
-    for _ in range(2):
-        # The arrays of the partial function are not donated.
-        checked = check_step(step, x)
-        assert checked, checked
+    checked = check_step(step, x)
+    assert checked, checked
+    # The arrays of the partial function were not donated.
+    checked = check_step(step, x)
+    assert checked, checked
     assert [output.path for output in checked.outputs] == ["0", "1/x"]
     assert verify(step, x)
     assert not check_step(step, x, reference=lambda x: (x.sum(0)[:4], {"x": x}))
