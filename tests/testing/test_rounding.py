@@ -1,5 +1,7 @@
 """The rounding of a reference's results in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ def noise_of_seed(kind=NARROW, seed=1, units=1.0):
     return Noise(kind=kind, odd_seed=odd_seed, units=units)
 
 
-def in_float64(numbers, dtype, kind=NARROW, seed=1, units=1.0):
+def in_float64(numbers, dtype, kind: Any = NARROW, seed=1, units=1.0):
     """The numbers with rounding to `dtype`."""
     with jax.enable_x64(True):
         noise = noise_of_seed(kind, seed, units)
