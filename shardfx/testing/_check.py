@@ -34,7 +34,7 @@ from ._blame import (
     index_of_largest,
     matched_equations,
 )
-from ._played import Played, Traced, traced_step
+from ._played import Played, ReferencePrograms, Traced, traced_step
 from ._rounding import NARROW, WIDE, last_place_dtype
 from ._story import story_of
 from ._suspects import suspects
@@ -288,39 +288,25 @@ def _checked_step(
         theirs = traced_step(reference, copies)
         theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
         _require_comparable(ours, theirs)
-    has_narrow_floats = _has_narrow_floats(ours)
-    rounding = None if has_narrow_floats else NARROW
-    # The reference on one device, in float64, with or without rounding.
-    exact_program = Played(theirs, alone=True, wide=np.float64, rounding=rounding)
-    exact_results, _ = exact_program()
+    reference_programs = ReferencePrograms(theirs, _has_narrow_floats(ours))
+    exact_results = reference_programs.exact_results()
     dtypes = [array.dtype for array in ours.closed.out_avals]
     checked_outputs = ft.partial(_checked_outputs, ours.paths, dtypes, exact_results)
 
     results = ours.run(*map(jax.numpy.copy, ours.arrays))
     results = list(map(np.asarray, results))
-    rounded_results = exact_program.rounded_results()
-    outputs = checked_outputs(results, rounded_results)
-    if not _are_right(outputs):
-        in_own_dtypes, _ = Played(theirs, alone=True)()
-        rounded_results.append(in_own_dtypes)
-        outputs = checked_outputs(results, rounded_results)
-    is_coarse = not _are_right(outputs)
-    if is_coarse:
-        rounded_results += exact_program.coarse_results()
-        outputs = checked_outputs(results, rounded_results)
+    outputs, is_coarse = _explained(
+        checked_outputs, results, reference_programs.roundings(NARROW)
+    )
     wide = None
     hides_much = is_coarse or _hide_much(outputs, exact_results)
-    if _are_right(outputs) and (hides_much or has_narrow_floats):
+    if _are_right(outputs) and (hides_much or reference_programs.has_narrow_floats):
         # An error that rounding hides in the step's dtypes shows in float64.
         wide = np.float64
         in_float64, _ = Played(ours, alone=False, wide=wide)()
-        if not has_narrow_floats:
-            exact_program = Played(theirs, alone=True, wide=wide, rounding=WIDE)
-        rounded_results = exact_program.rounded_results(WIDE)
-        outputs = checked_outputs(in_float64, rounded_results)
-        if not _are_right(outputs):
-            rounded_results += exact_program.coarse_results(WIDE)
-            outputs = checked_outputs(in_float64, rounded_results)
+        outputs, _ = _explained(
+            checked_outputs, in_float64, reference_programs.roundings(WIDE)
+        )
 
     floats = [array for array in exact_results if array.dtype.kind in "fc"]
     checked = CheckedStep(
@@ -330,6 +316,27 @@ def _checked_step(
     if checked:
         return checked
     return _with_fault(ours, theirs, checked, wide)
+
+
+def _explained(
+    checked_outputs: Callable[..., list[CheckedOutput]],
+    results: Sequence[np.ndarray],
+    roundings: Sequence[Callable[[], list[list[np.ndarray]]]],
+) -> tuple[list[CheckedOutput], bool]:
+    """The comparison of a step's `results` with the reference, with the first of the
+    `roundings` that explain the differences, and whether it takes all of them.
+
+    `checked_outputs` compares `results`, given results of the reference with rounding.
+    """
+    rounded_results: list[list[np.ndarray]] = []
+    outputs: list[CheckedOutput] = []
+    for rounding in roundings[:-1]:
+        rounded_results += rounding()
+        outputs = checked_outputs(results, rounded_results)
+        if _are_right(outputs):
+            return outputs, False
+    rounded_results += roundings[-1]()
+    return checked_outputs(results, rounded_results), True
 
 
 def _has_narrow_floats(traced: Traced) -> bool:
@@ -492,6 +499,7 @@ def _with_fault(
         wide=np.float64,
         with_values=True,
         rounding=WIDE if wide else NARROW,
+        reorders_sums=True,
     )
     results, values = played()
     comparisons = _comparisons(played, values, exact_program)

@@ -106,7 +106,8 @@ class Played:
     narrower floats are cast. The program returns the step's results, and with
     `with_values` also the result of every equation. A program in float64 on one device
     can round results; `rounding` is the kind of rounding. If it is `None`, each call
-    chooses.
+    chooses. With `reorders_sums`, a rounded sum also has the error of another order of
+    its summands, which takes a third longer to compile.
     """
 
     def __init__(
@@ -117,14 +118,15 @@ class Played:
         wide: object = None,
         with_values: bool = False,
         rounding: int | None = NARROW,
+        reorders_sums: bool = False,
     ):
         """Compiles the program. `traced` is the step, and `alone`, `wide`,
-        `with_values` and `rounding` are those of the class.
+        `with_values`, `rounding` and `reorders_sums` are those of the class.
         """
         self.arrays = traced.arrays
         # The numbers of the step's results, in `Tape.records`.
         self.result_numbers: list[int] = []
-        self.tape = Tape(alone=alone, wide=wide)
+        self.tape = Tape(alone=alone, wide=wide, reorders_sums=reorders_sums)
         tape = self.tape
         is_wide = wide == np.float64
         is_rounded = is_wide and alone
@@ -193,6 +195,63 @@ class Played:
                 _, values = self(seed, units)
                 values_by_seed.append(values)
         return values_by_seed
+
+
+class ReferencePrograms:
+    """The programs of a reference in float64 on one device: without rounding, and with
+    more and more of it. Each is compiled when it is first needed, because the first
+    rounding explains most differences.
+    """
+
+    def __init__(self, traced: Traced, has_narrow_floats: bool):
+        """`traced` is the reference. `has_narrow_floats` is whether the step has floats
+        of less than 32 bits, and so is compared in float64 too.
+        """
+        self.traced = traced
+        self.has_narrow_floats = has_narrow_floats
+        # By the kind of rounding, and by whether sums are reordered.
+        self._programs: dict[tuple[int | None, bool], Played] = {}
+
+    def program(self, kind: int, *, reorders_sums: bool) -> Played:
+        """The program that rounds in this way."""
+        # One program for both kinds costs less than two, if both are needed.
+        rounding = None if self.has_narrow_floats else kind
+        key = (rounding, reorders_sums)
+        if key not in self._programs:
+            self._programs[key] = Played(
+                self.traced,
+                alone=True,
+                wide=np.float64,
+                rounding=rounding,
+                reorders_sums=reorders_sums,
+            )
+        return self._programs[key]
+
+    def exact_results(self) -> list[np.ndarray]:
+        """The results without rounding."""
+        results, _ = self.program(NARROW, reorders_sums=False)()
+        return results
+
+    def roundings(self, kind: int) -> list[Callable[[], list[list[np.ndarray]]]]:
+        """Functions that return results with rounding, the least rounding first."""
+
+        def rounded_results(*, reorders_sums: bool) -> list[list[np.ndarray]]:
+            program = self.program(kind, reorders_sums=reorders_sums)
+            return program.rounded_results(kind)
+
+        def coarse_results() -> list[list[np.ndarray]]:
+            return self.program(kind, reorders_sums=True).coarse_results(kind)
+
+        def results_in_own_dtypes() -> list[list[np.ndarray]]:
+            results, _ = Played(self.traced, alone=True)()
+            return [results]
+
+        roundings = [ft.partial(rounded_results, reorders_sums=False)]
+        if kind == NARROW:
+            roundings.append(results_in_own_dtypes)
+        roundings.append(ft.partial(rounded_results, reorders_sums=True))
+        roundings.append(coarse_results)
+        return roundings
 
 
 def _noise_args(

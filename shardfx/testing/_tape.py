@@ -72,13 +72,23 @@ class Tape:
     - `alone`: whether to evaluate on one device, without shardings.
     - `wide`: the dtype to which narrower floats are cast, from the arguments on.
     - `noise`: the rounding of each equation's result. Needs `wide=np.float64`.
+    - `reorders_sums`: whether a rounded sum also has the error of another order of its
+      summands.
     """
 
-    def __init__(self, *, alone: bool, wide: DType = None, noise: Noise | None = None):
-        """`alone`, `wide` and `noise` are those of the class; `run` fills the rest."""
+    def __init__(
+        self,
+        *,
+        alone: bool,
+        wide: DType = None,
+        noise: Noise | None = None,
+        reorders_sums: bool = False,
+    ):
+        """The arguments are those of the class; `run` fills the rest."""
         self.alone = alone
         self.wide = wide
         self.noise = noise
+        self.reorders_sums = reorders_sums
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
         # The user's source lines of the equation that is evaluated.
@@ -128,7 +138,7 @@ class Tape:
             if evaluate_inner is not None:
                 return list(map(_Numbered, *evaluate_inner(equation, arrays, reads)))
             outs = self.applied(jaxpr, equation, arrays)
-            if self.noise is not None:
+            if self.noise is not None and self.reorders_sums:
                 outs = self.reordered(jaxpr, equation, arrays, reads, outs)
             results = []
             out_numbers = self.recorded_results(equation, outs, reads)
