@@ -41,8 +41,7 @@ class CheckedPage(NamedTuple):
     values: list[Value]
 
 
-@pytest.fixture(scope="module")
-def page() -> CheckedPage:
+def checked_page() -> CheckedPage:
     """Runs the page. The first call of each step is checked beside one device."""
     filter_jit = sfx.filter_jit
     steps = []
@@ -73,10 +72,6 @@ def page() -> CheckedPage:
         values = values_of(namespace)
         run(examples[len(ahead) :], str(PAGE), namespace)
     return CheckedPage(steps, values)
-
-
-def test_no_recipe_is_accused(page):
-    assert page.steps == [*STEPS]
 
 
 # What stands on the page, and what stands there on meshes of `jax.make_mesh`.
@@ -137,10 +132,13 @@ def values_of(namespace: dict[str, Any]) -> list[Value]:
     return values
 
 
-def test_recipes_compute_alike_on_explicit_axes(page):
+def test_recipes_are_right_and_compute_alike_on_explicit_axes():
     """All blocks up to those that are written for Explicit axes, Muon, serving and the
-    KV cache among them.
+    KV cache among them. It is one test, since the page takes long to run.
     """
+    page = checked_page()
+    assert page.steps == [*STEPS]
+
     explicit = PAGE.read_text().split(EXPLICIT_SECTION)[0]
     for code, other in ON_EXPLICIT_AXES.items():
         assert explicit.count(code) == 1, code
