@@ -1,8 +1,10 @@
 """The meshes and strategies that a plan without rules tries, one after the other."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from ..chips import Chip
 from ..topology import MeshSpec
 
 
@@ -26,15 +28,23 @@ class Choice(NamedTuple):
         return tuple(axis for axis in self.axes if axis != TENSOR)
 
 
-def choices_for(total: int, slices: int, tensor: int) -> Iterator[Choice]:
-    """The meshes and strategies to try on `total` devices in `slices` slices: data
-    parallelism first, then FSDP on ever more devices. The axis `tensor` has `tensor`
-    devices in all of them. If it has more than one, the last mesh comes twice, the
+def switched_devices(chip: Chip) -> float:
+    """The number of devices that one switch connects; infinite for a torus."""
+    if chip.torus_dims:
+        return math.inf
+    return float(chip.island_chips * chip.devices_per_chip)
+
+
+def choices_for(total: int, slices: int, tensor: int, chip: Chip) -> Iterator[Choice]:
+    """The meshes and strategies to try on `total` devices of `chip` in `slices` slices:
+    data parallelism first, then FSDP on ever more devices. The axis `tensor` has
+    `tensor` devices in all of them. If it has more than one, the last mesh comes twice, the
     second time with `gathers_all`. Then FSDP over all axes shards the arrays that
     tensor parallelism leaves whole.
     """
     choice = Choice(MeshSpec({"data": 1}), ())
-    for fsdp in fsdp_spans(total // tensor, slices):
+    island = switched_devices(chip) / tensor
+    for fsdp in fsdp_spans(total // tensor, slices, island):
         groups = total // (fsdp.size * tensor)
         spans = {
             "data": Span(groups, slices // fsdp.slices),
@@ -62,12 +72,18 @@ def _mesh(spans: Mapping[str, Span]) -> MeshSpec:
     return MeshSpec(sizes or {"data": 1}, dcn=dcn or None)
 
 
-def fsdp_spans(groups: int, slices: int) -> list[Span]:
+def fsdp_spans(groups: int, slices: int, island: float) -> list[Span]:
     """The spans that FSDP may have over `groups` groups of devices in `slices` slices:
-    first within a slice, where the network is fast, then of whole slices.
+    first within a slice, where the network is fast, then of whole slices. `island` is
+    the number of groups that one switch connects.
     """
     inner = groups // slices
-    spans = [Span(size, slices=1) for size in divisors(inner)]
+    spans = []
+    for size in divisors(inner):
+        is_of_islands = island % size == 0 or size % island == 0
+        # A span of another size lies partly behind another switch.
+        if inner <= island or size == inner or is_of_islands:
+            spans.append(Span(size, slices=1))
     spans += [Span(inner * count, slices=count) for count in divisors(slices)[1:]]
     return spans
 

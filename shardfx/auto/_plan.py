@@ -331,7 +331,7 @@ def _choices(hardware: _Hardware, tensor: int) -> Iterator[Choice]:
     if hardware.mesh is not None:
         return choices_on(hardware.mesh)
     options = hardware.options
-    return choices_for(options.total, options.slices, tensor)
+    return choices_for(options.total, options.slices, tensor, options.chip)
 
 
 class _Pricing:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
 from ._asked import SearchOptions
-from ._choices import Span, fsdp_spans
+from ._choices import Span, fsdp_spans, switched_devices
 from ._core import byte_seconds, hop_counts, rates_of
 from ._space import MODEL
 from ._whole import ShardableArray
@@ -163,7 +163,11 @@ class StepEstimate(NamedTuple):
         """The smallest span of FSDP that leaves a device enough memory, in groups of
         `tensor` devices; if none does, the largest.
         """
-        spans = fsdp_spans(self.hardware.total // tensor, self.hardware.slices)
+        spans = fsdp_spans(
+            groups=self.hardware.total // tensor,
+            slices=self.hardware.slices,
+            island=switched_devices(self.hardware.chip) / tensor,
+        )
         comfortable_bytes = self.comfortable_bytes(tensor)
         for span in spans:
             if self.state_bytes <= tensor * span.size * comfortable_bytes:

@@ -109,6 +109,16 @@ class Stack(eqx.Module):
 
 
 @pytest.mark.parametrize(
+    ("devices", "fsdp"), [(24, 4), (12, 4), (40, 4), (16, 4), (6, 3)]
+)
+def test_groups_of_fsdp_lie_behind_one_switch(devices: int, fsdp: int):
+    # Groups of three would cross the switch of eight, and in six there are such groups.
+    tree = {"w": struct(24 * 1024, 2**18 + 2**13)}
+    auto_plan = sfx.auto.plan(tree, f"gpu:h100:{devices}", optimizer=optax.adamw(1e-3))
+    assert auto_plan.mesh.shape["fsdp"] == fsdp
+
+
+@pytest.mark.parametrize(
     ("tree", "where"),
     [
         # Declared by the module: heads, and stacked layers under a name of its own.
