@@ -4,11 +4,10 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-from .._ground.errors import LeafTypeError, check_type
 from .._ground.text import bytes_text, plural
 from .._step import KINDS
 from ..cost import Traffic, TrafficRow
-from ._texts import traffic_line, traffic_row_text
+from ._texts import check_traffic, traffic_line, traffic_row_text
 
 
 _PHASES = ("forward", "backward", "recomputed")
@@ -63,13 +62,7 @@ def assert_collectives(
         sfx.testing.assert_collectives(traffic, none=["all-gather"], at_most=limits)
         ```
     """
-    check_type(
-        what="traffic",
-        value=traffic,
-        expected=Traffic,
-        error=LeafTypeError,
-        fix="give what `cost.traffic` returns",
-    )
+    check_traffic(traffic)
     limits: list[tuple[str, int | str]] = [(pattern, 0) for pattern in none]
     limits += (at_most or {}).items()
     lines: list[str] = []

@@ -274,13 +274,7 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         all-gather over data: 1 x f32[64,16]...
         ```
     """
-    check_type(
-        what="traffic",
-        value=traffic,
-        expected=Traffic,
-        error=LeafTypeError,
-        fix="give what `cost.traffic` returns",
-    )
+    check_traffic(traffic)
     # Collectives with equal text whose parameters' paths differ only in numbers.
     alike_rows: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:
@@ -320,6 +314,17 @@ def assert_same_traffic_text(
     """
     assert_same_text(
         "traffic", traffic_text(traffic, sizes=sizes), expected, update=update
+    )
+
+
+def check_traffic(traffic: object) -> None:
+    """Raises `LeafTypeError` for what is no Traffic."""
+    check_type(
+        what="traffic",
+        value=traffic,
+        expected=Traffic,
+        error=LeafTypeError,
+        fix="give what `cost.traffic` returns",
     )
 
 
