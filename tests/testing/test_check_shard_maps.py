@@ -18,20 +18,27 @@ def mesh():
     return mesh_of(jax.devices())
 
 
+def product_by_shard(body, mesh, check_vma):
+    """A product of matrices whose columns and rows are cut along "t"; `body` multiplies
+    the shards of one device.
+    """
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P("d", "t"), P("t")),
+        out_specs=P("d"),
+        check_vma=check_vma,
+    )
+
+
 def test_a_bfloat16_sum_differs_from_a_float32_reference(mesh):
     def product(x, w):
         return lax.psum((x @ w).astype(jnp.bfloat16), "t").astype(jnp.float32)
 
-    in_specs = (P("d", "t"), P("t"))
-    step = jax.shard_map(
-        product,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=P("d"),
-        check_vma=False,
-    )
-    args = cut(some(8, 256), "d", "t", mesh=mesh), cut(some(256, 6), "t", mesh=mesh)
-    check = check_step(step, *args, reference=lambda x, w: x @ w)
+    step = product_by_shard(product, mesh, check_vma=False)
+    x = cut(some(8, 256), "d", "t", mesh=mesh)
+    w = cut(some(256, 6), "t", mesh=mesh)
+    check = check_step(step, x, w, reference=lambda x, w: x @ w)
     assert not check
     assert "adds up in bfloat16" in str(check)
 
@@ -50,14 +57,7 @@ def test_a_shard_map_on_explicit_axes_is_checked(mesh, is_summed):
             return part
 
         def loss(w, x):
-            in_specs = (P("d", "t"), P("t"))
-            y = jax.shard_map(
-                body,
-                mesh=mesh,
-                in_specs=in_specs,
-                out_specs=P("d"),
-                check_vma=is_summed,
-            )(x, w)
+            y = product_by_shard(body, mesh, check_vma=is_summed)(x, w)
             y = jax.sharding.reshard(y, NamedSharding(mesh, P(None, "t")))
             return jnp.mean(jnp.tanh(y))
 
