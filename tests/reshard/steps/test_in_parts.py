@@ -8,12 +8,10 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
-from shardfx._reshard.steps.groups import Exchange, join
 from shardfx._reshard.steps.programs import concatenated, run_steps
-from shardfx._reshard.steps.redistribution import redistribute
 from shardfx.results import StepLayout
+from tests.reshard.steps.step_layouts import redistribute
 
 
 @st.composite
@@ -63,6 +61,16 @@ def moves(draw):
     )
 
 
+def sharding_of(layout: StepLayout) -> NamedSharding:
+    """The sharding of a layout on the eight devices, with an axis for each factor."""
+    names = tuple("abc"[: len(layout.sizes)])
+    devices = np.array(jax.devices()[:8]).reshape(layout.sizes)
+    entries = []
+    for axes in layout.dims:
+        entries.append(tuple(names[axis] for axis in axes) or None)
+    return NamedSharding(Mesh(devices, names), P(*entries))
+
+
 def moved(
     values: np.ndarray,
     src: StepLayout,
@@ -73,24 +81,17 @@ def moved(
     """The array after the steps of a plan, part by part; its pieces lie end to end
     along the first dimension.
     """
-    grid = np.array(jax.devices()[:8])
-    devices = grid.reshape(src.sizes)
-    names = tuple("abc"[: len(src.sizes)])
-    mesh = Mesh(devices, names)
-    entries = []
-    for axes in src.dims:
-        entries.append(tuple("abc"[axis] for axis in axes) or None)
-    spec = P(*entries)
+    sharding = sharding_of(src)
+    mesh = sharding.mesh
     step = ft.partial(run_steps, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
     program = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=spec,
-        out_specs=flat(mesh),
+        in_specs=sharding.spec,
+        out_specs=P(mesh.axis_names),
         check_vma=False,
     )
-    sharding = NamedSharding(mesh, spec)
     placed = jax.device_put(values, sharding)
     jitted = jax.jit(program)
     return jitted(placed)
@@ -125,17 +126,8 @@ def assert_moved(
         plan=plan,
         chunks=chunks,
     )
-    grid = np.array(jax.devices()[:8])
-    devices = grid.reshape(dst.sizes)
-    names = tuple("abc"[: len(dst.sizes)])
-    mesh = Mesh(devices, names)
-    entries = []
-    for axes in dst.dims:
-        entries.append(tuple("abc"[axis] for axis in axes) or None)
-    spec = P(*entries)
-    right = NamedSharding(mesh, spec)
     values_by_device = {}
-    for device, index in right.devices_indices_map(shape).items():
+    for device, index in sharding_of(dst).devices_indices_map(shape).items():
         values_by_device[device] = values[index]
     for shard in array.addressable_shards:
         shard_values = np.asarray(shard.data)
@@ -334,14 +326,17 @@ def test_all_to_all_after_a_permutation_comes_in_four():
 @pytest.mark.parametrize("counts", [(2, 3), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2)])
 def test_shards_are_concatenated_as_they_are_joined(counts):
     members = math.prod(counts)
-    shard_shape = (4, 5, 6)[: len(counts)]
-    exchange = Exchange(
-        groups=np.arange(members).reshape(1, members),
-        sizes=counts,
-        splits=((),) * len(counts),
-        joins=tuple((dim,) for dim in range(len(counts))),
-    )
+    rank = len(counts)
+    shard_shape = (4, 5, 6)[:rank]
     shards = np.arange(members * math.prod(shard_shape))
     shards = shards.reshape(members, *shard_shape)
+    # The chunks along a dimension come to stand in front of it.
+    chunks = shards.reshape(*counts, *shard_shape)
+    order = []
+    joined_shape = []
+    for dim in range(rank):
+        order += [dim, rank + dim]
+        joined_shape.append(counts[dim] * shard_shape[dim])
+    expected = chunks.transpose(order).reshape(joined_shape)
     result = concatenated(jax.numpy.asarray(shards), counts)
-    np.testing.assert_array_equal(result, join(shards, exchange))
+    np.testing.assert_array_equal(result, expected)

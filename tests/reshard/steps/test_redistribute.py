@@ -1,4 +1,5 @@
 import dataclasses
+import functools as ft
 import itertools as it
 import math
 import random
@@ -12,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from benchmarks._pairs import all_layouts
 from benchmarks._simulate import pieces
 from shardfx import MeshSpec
-from shardfx._reshard.steps.layout import missing_share
 from shardfx._reshard.steps.paths import path_along
 from shardfx.errors import MeshError
 from shardfx.results import StepLayout
@@ -22,7 +22,6 @@ from tests.reshard.steps.step_layouts import (
     in_slices,
     layout,
     redistribute,
-    refine,
 )
 
 
@@ -72,19 +71,27 @@ def test_every_step_puts_every_piece_where_its_layout_says():
         assert plan.lower_bound_bytes == expected
 
 
+@ft.cache
+def elements_of(layout: StepLayout) -> np.ndarray:
+    """Which elements of an array each of 24 devices holds."""
+    array = np.arange(24 * 24).reshape(24, 24)
+    is_held = np.zeros((24, array.size), bool)
+    for device, piece in enumerate(pieces(array, layout, layout)):
+        is_held[device, piece.ravel()] = True
+    return is_held
+
+
 @pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
 def test_a_local_slice_moves_nothing_for_any_factors(sizes):
     pair_count = 0
     for src, dst in it.product(*map(all_layouts, sizes)):
-        refined = refine(src, dst)
-        if not missing_share(*refined):
-            pair_count += 1
-            plan = check((144, 24), src, dst)
-            steps = plan.steps
-            kinds = set()
-            for step in steps:
-                kinds.add(step.kind)
-            assert kinds <= {"slice"}
+        lacks_elements = elements_of(dst) & ~elements_of(src)
+        if lacks_elements.any():
+            continue
+        pair_count += 1
+        plan = check((144, 24), src, dst)
+        kinds = {step.kind for step in plan.steps}
+        assert kinds <= {"slice"}
     assert pair_count > 50
 
 
