@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report_data import HOSTILE, fitted, hostile, of_many
+from test_report_data import HOSTILE, embedded, fitted, hostile, of_many, paths
 
 from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
-from shardfx._ground.text import printable
 from shardfx.cost import traffic
 from shardfx.results import Finding
 from tests.structs import leaf
@@ -472,21 +471,17 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
             HOSTILE, ("where", "message", "fix", "code")
         )
     ]
-    page = Page(
-        browser,
-        html_report(hostile(), title=title, findings=bad),
-        tmp_path / "page.html",
-        width,
-    )
+    source = html_report(hostile(), title=title, findings=bad)
+    page = Page(browser, source, tmp_path / "page.html", width)
     assert page.driver.title == page.text("h1") == title
     assert page.run("return window.pwned") is None
     assert not page.all("main script, main img, main b > script, b[onerror]")
     assert page.run("return document.scripts.length") == 2
     assert page.run("return document.documentElement.scrollWidth") <= width
     shown = set(page.paths)
-    for name in HOSTILE:
-        text = printable(name) or "(no name)"
-        assert text in shown or len(text) > 300, name
+    for path in paths(embedded(source)):
+        text = path or "(no name)"
+        assert text in shown or len(text) > 300, path
     # The whole of a long one is in its details.
     page.search("xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx")
     page.one("#table button.row").click()
