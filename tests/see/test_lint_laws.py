@@ -7,7 +7,6 @@ from hypothesis import given, settings, strategies as st
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec
-from shardfx._rules.resolution import attempts
 from tests.see.lint_arguments import found_in
 from tests.see.planted import (
     AXES,
@@ -19,6 +18,7 @@ from tests.see.planted import (
 
 
 MESH_AXES = ("a", "b", "c")
+SMALL_MESH = MeshSpec(dict.fromkeys(MESH_AXES, 2))
 targets = st.one_of(
     st.none(),
     st.sampled_from(MESH_AXES),
@@ -27,35 +27,47 @@ targets = st.one_of(
 )
 
 
+def subsets(items):
+    """Every subset of some items, in their order."""
+    for count in range(len(items) + 1):
+        yield from itertools.combinations(items, count)
+
+
+def applied_rules(rules):
+    """The numbers of the rules that some array uses: one with every set of names, and
+    with names before all rules that take any of the mesh axes.
+    """
+    takers = [(f"taken_{axis}", axis) for axis in MESH_AXES]
+    axes = AxisRules(takers).extend(rules)
+    names_by_path = {}
+    for taken in subsets([name for name, _ in takers]):
+        for names in subsets(sorted({name for name, _ in rules})):
+            names_by_path["/".join(["w", *taken, *names])] = (*taken, *names)
+    tree = {}
+    for path, names in names_by_path.items():
+        tree[path] = jax.ShapeDtypeStruct((8,) * len(names), jnp.float32)
+    plan = sfx.plan(tree, SMALL_MESH, names=names_by_path, axes=axes)
+    applied = set()
+    for path in tree:
+        for dim in sfx.explain(plan, path).dims:
+            for trial in dim.tried:
+                if trial.outcome == "applied":
+                    applied.add(trial.number - len(takers))
+    return applied
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("xyz"), targets), min_size=1, max_size=7))
 def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
     axes = AxisRules(rules)
     leaf = jax.ShapeDtypeStruct((8,), jnp.float32)
-    mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
-    findings = sfx.lint({"w": leaf}, mesh, names={"w": (None,)}, axes=axes)
+    findings = sfx.lint({"w": leaf}, SMALL_MESH, names={"w": (None,)}, axes=axes)
     dead = {
         int(trial.where.split("[")[1].split("]")[0])
         for trial in findings
         if trial.code == "dead-rule"
     }
-    applied = set()
-    # Every set of names that an array may have, with names before all rules that take
-    # any of the mesh axes.
-    for count in range(len(MESH_AXES) + 1):
-        for taken in itertools.combinations(MESH_AXES, count):
-            axis_rules = AxisRules([(f"taken_{axis}", axis) for axis in taken])
-            before = axis_rules.extend(rules)
-            for size in range(1, 4):
-                for names in itertools.combinations("xyz", size):
-                    tried = attempts(
-                        (*[f"taken_{axis}" for axis in taken], *names), before, None
-                    )
-                    applied |= {
-                        trial.number - len(taken)
-                        for trial in tried
-                        if trial.outcome == "applied"
-                    }
+    applied = applied_rules(rules)
     expected = {number for number in range(len(rules)) if number not in applied}
     assert dead == expected
 
