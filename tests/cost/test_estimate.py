@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan, shard
-from shardfx._step import parse_hlo, step_of
 from shardfx.cost import compile_for, estimate, traffic
 from shardfx.cost._scatters import with_reduce_scatters
 from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, ProgramError
 from tests.cost.estimated_steps import SPEC, STEPS, constrained, layers, struct, structs
+from tests.programs import parse_hlo, step_of
 
 
 def listed(step, *args, **more):

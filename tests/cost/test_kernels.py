@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardfx import MeshSpec, _step, chips
+from shardfx import MeshSpec, chips
 from shardfx.cost._kernels import kernel_seconds, kernels_of
+from tests.programs import device_program
 
 
 def f32(*shape):
@@ -30,20 +31,8 @@ COLUMNS = ((), ("data",))
 
 def kernels(step, *args, devices=2, dims=None, tile=TILE):
     """The kernels of a step on one device, of arguments that are cut along `dims`."""
-    if dims is None:
-        dims = []
-        for arg in args:
-            uncut = [()] * len(arg.shape)
-            dims.append(tuple(uncut))
-    compiled_step = _step.step_of(step, args)
-    _, results = compiled_step.parameters
-    text = compiled_step.partitioned(
-        "tpu",
-        mesh=MeshSpec({"data": devices}),
-        arguments=dims,
-        results=[None] * len(results),
-    )
-    module = _step.parse_hlo(text)
+    mesh = MeshSpec({"data": devices})
+    module = device_program(step, args, platform="tpu", mesh=mesh, dims=dims)
     return kernels_of(module, tile)
 
 

@@ -3,23 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from shardfx import MeshSpec, _step
+from shardfx import MeshSpec
 from shardfx.cost._work import work_of
+from tests.programs import device_program, parse_hlo
 
 
 def work(step, *args, mesh=None, dims=None):
-    compiled_step = _step.step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
-    if dims is None:
-        dims = [((),) * len(arg.shape) for arg in args]
-    results = [None] * len(compiled_step.parameters[1])
-    text = compiled_step.partitioned(
-        "gpu",
-        mesh=mesh,
-        arguments=dims,
-        results=results,
-    )
-    return work_of(_step.parse_hlo(text))
+    module = device_program(step, args, platform="gpu", mesh=mesh, dims=dims)
+    return work_of(module)
 
 
 X = jax.ShapeDtypeStruct((64, 32), "float32")
@@ -75,5 +67,5 @@ ENTRY %main (x: f32[16,32], w: f32[32,16]) -> f32[64,16] {
 }
 """
     for shard in ("16,32", "64,8"):
-        flops = work_of(_step.parse_hlo(text.replace("SHARD", shard))).flops
+        flops = work_of(parse_hlo(text.replace("SHARD", shard))).flops
         assert flops == 2 * 64 * 32 * 16

@@ -9,7 +9,6 @@ from parts_of_search import MODEL, LoweredStep, search_options, trace
 
 import shardfx as sfx
 from shardfx.auto import Candidate, _scheduled
-from shardfx.auto._scheduled import settled
 from shardfx.errors import ProgramError
 
 
@@ -59,7 +58,7 @@ def answered(monkeypatch, answers):
 
 def settled_by(lowered, candidates, *, enough: int, most: int, tell=print):
     """What is settled of candidates of a step, with the options of all tests here."""
-    return settled(
+    return _scheduled.settled(
         lowered=lowered,
         options=OPTIONS,
         candidates=candidates,

@@ -6,8 +6,10 @@ without partitioning the step again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfx._step import Programs, judged, step_of
+from shardfx._step import Programs, judged
+from shardfx._step.judge.whole_program import read_whole
 from shardfx.testing import Verdict
+from tests.programs import parse_hlo, step_of
 
 
 def programs_of(step: Callable[..., Any], args: Sequence[Any]):
@@ -28,6 +30,11 @@ def proved_programs(step: Callable[..., Any], args: Sequence[Any]):
     verdict = verdict_of(programs)
     assert verdict.outcome == "proved", verdict
     return programs
+
+
+def whole_program_of(text: str):
+    """The program before the partitioner, as the judge reads it."""
+    return read_whole(parse_hlo(text))
 
 
 def verdict_of_texts(whole: str, partitioned: str) -> Verdict:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 
-from shardfx._step import lowered, program_of
+from shardfx import _step
 
 
 def f32(*shape):
@@ -22,7 +22,7 @@ def program(step, *args, platform="tpu"):
     )
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
-    return program_of(module)
+    return _step.program_of(module)
 
 
 def named(graph, name):
@@ -246,8 +246,8 @@ def test_lines_are_those_of_the_program():
     (operation,) = named(program(lambda x: jax.jit(jnp.sin)(x), f32(8)), "sine")
     assert any(
         line.file.endswith("test_graph.py")
-        for line in lowered.lines_of(operation.location)
+        for line in _step.lines_of(operation.location)
     )
-    stacks = lowered.name_stacks(operation.location)
+    stacks = _step.name_stacks(operation.location)
     assert stacks[0].endswith("sin")
     assert any("jit" in stack for stack in stacks)

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from judging import whole_program_of
 
-from shardfx._step import parse_hlo
 from shardfx._step.judge.held import Held
 from shardfx._step.judge.judge import Judge
 from shardfx._step.judge.results import leaves_of
 from shardfx._step.judge.shardings import cuts_of
 from shardfx._step.judge.verdict import Unjudged, Wrong
-from shardfx._step.judge.whole_program import read_whole
+from tests.programs import parse_hlo
 
 
 HEAD = """HloModule program, num_partitions=2
@@ -366,7 +366,7 @@ def proofs(whole: Program, partitioned: Program) -> Iterator[Proof]:
     """Yields each array of the devices that the judge takes for one of the whole
     program, under each sharding.
     """
-    whole_program = read_whole(parse_hlo(whole.text()))
+    whole_program = whole_program_of(whole.text())
     judge = Judge(parse_hlo(partitioned.text()), whole_program)
     root = judge.run(judge.module.entry, judge.arguments())
     leaves = leaves_of(root)

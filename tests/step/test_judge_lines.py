@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import parse_hlo
 from shardfx._step.judge.origins import origin_of
+from tests.programs import parse_hlo
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
-from judging import programs_of, verdict_of
+from judging import programs_of, verdict_of, whole_program_of
 
 import shardfx as sfx
-from shardfx._step.hlo_text import parse_hlo
 from shardfx._step.judge.bounds import bounds_of
-from shardfx._step.judge.whole_program import read_whole
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
@@ -231,7 +229,7 @@ def test_bounds_hold_of_all_numbers(name):
     computed = jax.jit(INDICES[name])(numbers)
     lowered = jax.jit(INDICES[name]).lower(numbers)
     text = lowered.as_text("hlo")
-    whole = read_whole(parse_hlo(text))
+    whole = whole_program_of(text)
     bounds = bounds_of(whole.values, whole.results[0].view.root)
     assert bounds is not None
     assert bounds.low <= computed.min()
