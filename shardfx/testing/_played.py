@@ -246,7 +246,8 @@ class ReferencePrograms:
             results, _ = Played(self.traced, alone=True)()
             return [results]
 
-        roundings = [ft.partial(rounded_results, reorders_sums=False)]
+        roundings: list[Callable[[], list[list[np.ndarray]]]] = []
+        roundings.append(ft.partial(rounded_results, reorders_sums=False))
         if kind == NARROW:
             roundings.append(results_in_own_dtypes)
         roundings.append(ft.partial(rounded_results, reorders_sums=True))
