@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from moves import carry_out, move_of
 
-from shardfx._ground.keys import data_of
 from shardfx._reshard.move import Move
 from shardfx._reshard.pieces.planning import assembly_between
 
@@ -29,7 +28,11 @@ MESHES = [
 
 def transfer(x, dst, *, lost=(), donate=False, method="host", pool=None):
     """One array by one way, also where steps would lead there."""
-    shape, dtype = data_of(x.shape, x.dtype)
+    data = x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, x)
+    shape = data.shape
+    dtype = data.dtype
     copies = method == "host"
     work = assembly_between(
         shape=shape,

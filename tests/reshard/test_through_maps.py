@@ -18,8 +18,6 @@ from moves import both_ways, through_programs
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard, reshard
-from shardfx._ground.tree import flatten
-from shardfx._reshard.mover import map_move
 from shardfx._reshard.pieces.exchange import program
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 
@@ -153,15 +151,15 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     # half of the width.
     tree = trained(where, arrays)
     plan = engine(where, arrays)
-    works = map_move(flatten(tree), plan, ENGINE, False).plans
-    for work in works:
-        if work.assembly is not None:
-            shardings = plan.shardings[work.leaf.path]
-            expected = lower_bound(work, arrays, tree, shardings)
-            assert work.assembly.parts.wire_bytes == expected
+    leaves = plan_reshard(tree, plan, map=ENGINE).leaves
+    assembled = [leaf for leaf in leaves if leaf.how == "pieces"]
+    assert assembled
+    for leaf in assembled:
+        sent_bytes = sum(leaf.links.values())
+        assert sent_bytes == lower_bound(leaf, arrays, tree)
 
 
-def lower_bound(work, arrays, tree, sharding):
+def lower_bound(leaf, arrays, tree):
     """By brute force: every element of the source gets a number, and each device counts
     those that it lacks.
     """
@@ -176,11 +174,11 @@ def lower_bound(work, arrays, tree, sharding):
             held.setdefault(shard.device, set()).update(
                 numbered[path][shard.index].ravel().tolist()
             )
-    whole = ENGINE.apply(numbered)[work.leaf.path]
+    whole = ENGINE.apply(numbered)[leaf.path]
     count = 0
-    for device, index in sharding.devices_indices_map(whole.shape).items():
+    for device, index in leaf.dst.devices_indices_map(whole.shape).items():
         count += len(set(whole[index].ravel().tolist()) - held[device])
-    return count * work.leaf.dtype.itemsize
+    return count * leaf.dtype.itemsize
 
 
 def test_a_plan_through_a_map_says_what_will_move():
@@ -189,15 +187,12 @@ def test_a_plan_through_a_map_says_what_will_move():
     tree = trained(where, arrays)
     plan = engine(where, arrays)
     move = plan_reshard(tree, plan, map=ENGINE)
-    plans = map_move(flatten(tree), plan, ENGINE, False).plans
-    works = {work.leaf.path: work for work in plans}
-    assert [leaf.path for leaf in move.leaves] == list(works)
+    assert [leaf.path for leaf in move.leaves] == [leaf.path for leaf in plan.leaves]
     for leaf in move.leaves:
         if leaf.how == "pieces":
-            bound = lower_bound(works[leaf.path], arrays, tree, leaf.dst)
+            bound = lower_bound(leaf, arrays, tree)
             assert leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8)
             assert leaf.copied
-            assert sum(leaf.links.values()) == bound
             assert leaf.rounds > 0
     by_path = {leaf.path: leaf for leaf in move.leaves}
     assert by_path["model.embed"].how == "steps"
