@@ -81,24 +81,24 @@ def plain(*, remat=False, batch=BATCH, over=None):
     return step, (params, opt, x)
 
 
-def made(donate: Any = "none", **changed):
+def training_step(donate: Any = "none", **changed):
     """A jitted training step, and its parameters, optimizer state and batch as structs."""
     step, plans = plain(**changed)
-    return filter_jit(step, out_shardings=plans[:2], donate=donate), *[
-        one.structs for one in plans
-    ]
+    jitted = filter_jit(step, out_shardings=plans[:2], donate=donate)
+    structs = [plan.structs for plan in plans]
+    return jitted, *structs
 
 
-def groups(found):
-    return {row.group: row.bytes for row in found.rows}
+def groups(fitted):
+    return {row.group: row.bytes for row in fitted.rows}
 
 
 ONE = 2 * LAYERS * WIDTH * HIDDEN * 4 // 2
 
 
 def test_fit_groups_arguments_by_their_use():
-    found = fit(*made(), chip="h100")
-    exact = {row.group: row.bytes for row in found.rows if row.exact}
+    fitted = fit(*training_step(), chip="h100")
+    exact = {row.group: row.bytes for row in fitted.rows if row.exact}
     expected = {
         "parameters": ONE,
         "optimizer: mu": ONE,
@@ -108,15 +108,20 @@ def test_fit_groups_arguments_by_their_use():
         "results": 3 * ONE + 4,
     }
     assert exact == expected
-    assert found.basis == "foreseen"
-    assert found.batch == BATCH
-    expected = sum(row.bytes for row in found.rows)
-    assert found.peak_bytes == expected == found.usable_bytes - found.headroom_bytes
+    assert fitted.basis == "foreseen"
+    assert fitted.batch == BATCH
+    expected = sum(row.bytes for row in fitted.rows)
+    assert fitted.peak_bytes == expected == fitted.usable_bytes - fitted.headroom_bytes
+
+
+def changes_of(fitted):
+    """What each change is, and the peak with it."""
+    return [(change.what, change.peak_bytes) for change in fitted.changes]
 
 
 def test_names_of_arguments_change_nothing():
     step, plans = plain(batch=2048)
-    args = [one.structs for one in plans]
+    args = [plan.structs for plan in plans]
 
     def renamed(a, b, tok):
         return step(a, b, tok)
@@ -125,31 +130,28 @@ def test_names_of_arguments_change_nothing():
     theirs = fit(filter_jit(renamed, out_shardings=plans[:2]), *args, chip=SMALL)
     assert groups(ours) == groups(theirs)
     assert ours.batch == theirs.batch == 2048
-    told = [
-        [(one.what, one.peak_bytes) for one in found.changes]
-        for found in (ours, theirs)
-    ]
-    assert told[0] == told[1]
-    assert any("ZeRO-1" in what for what, _ in told[0])
+    assert changes_of(ours) == changes_of(theirs)
+    assert any("ZeRO-1" in what for what, _ in changes_of(ours))
 
 
 def test_a_step_is_traced_once_for_the_verdict():
     step, plans = plain()
     calls = []
-    structs = [one.structs for one in plans]
-    found = fit(
-        lambda *args: calls.append(None) or step(*args),
-        *structs,
-        chip=SMALL,
-    )
-    assert str(found)
+
+    def counted_step(*args):
+        calls.append(None)
+        return step(*args)
+
+    structs = [plan.structs for plan in plans]
+    fitted = fit(counted_step, *structs, chip=SMALL)
+    assert str(fitted)
     assert len(calls) == 1
-    assert found.changes
+    assert fitted.changes
     assert len(calls) == 2  # half the batch is another step
 
 
 def test_a_train_state_is_told_apart_by_what_reads_its_fields():
-    _, params, opt, batch = made()
+    _, params, opt, batch = training_step()
 
     def step(state, batch):
         def loss(params, batch):
@@ -160,16 +162,11 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
 
     sharding = batch.sharding.update(spec=P())  # pyright: ignore[reportAttributeAccessIssue]
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    fitted = fit(
-        step, {"params": params, "inner": opt, "step": count}, batch, chip="h100"
-    )
-    found = groups(fitted)
-    assert (
-        found["parameters"]
-        == found["optimizer: inner/mu"]
-        == found["optimizer: inner/nu"]
-        == ONE
-    )
+    state = {"params": params, "inner": opt, "step": count}
+    bytes_by_group = groups(fit(step, state, batch, chip="h100"))
+    assert bytes_by_group["parameters"] == ONE
+    assert bytes_by_group["optimizer: inner/mu"] == ONE
+    assert bytes_by_group["optimizer: inner/nu"] == ONE
 
 
 def test_moments_of_replicated_arrays_that_are_cut_are_moments():
@@ -178,7 +175,9 @@ def test_moments_of_replicated_arrays_that_are_cut_are_moments():
     """
     mesh = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
     shapes = {"w": (24, 64), "b": (64,), "v": (64, 16)}
-    structs = {name: jax.ShapeDtypeStruct(s, "float32") for name, s in shapes.items()}
+    structs = {}
+    for name, shape in shapes.items():
+        structs[name] = jax.ShapeDtypeStruct(shape, "float32")
     rules = PathRules([("w|v", P("fsdp", "tensor")), ("b", P())])
     params = plan(structs, mesh, paths=rules)
     moments = follow(adam, params)
@@ -192,11 +191,12 @@ def test_moments_of_replicated_arrays_that_are_cut_are_moments():
 
     jitted = filter_jit(step, out_shardings=(params, moments))
     batch = jax.ShapeDtypeStruct((16, 24), "float32")
-    found = groups(fit(jitted, params.structs, moments.structs, batch, chip="h100"))
+    fitted = fit(jitted, params.structs, moments.structs, batch, chip="h100")
+    bytes_by_group = groups(fitted)
     size = params.bytes_per_device
-    assert (
-        found["parameters"] == found["optimizer: mu"] == found["optimizer: nu"] == size
-    )
+    assert bytes_by_group["parameters"] == size
+    assert bytes_by_group["optimizer: mu"] == size
+    assert bytes_by_group["optimizer: nu"] == size
 
 
 def test_a_plan_s_structs_in_place_of_a_module_with_functions():
@@ -246,8 +246,8 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
     # Its program returns the arrays of one sharding behind each other.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, opt))
     jitted = filter_jit(step, out_shardings=shardings)
-    found = fit(jitted, params, opt, batch, chip="v5e")
-    sizes = groups(found)
+    fitted = fit(jitted, params, opt, batch, chip="v5e")
+    sizes = groups(fitted)
     tiled = (3 * 256 + 1024) * 4
     actual = [sizes[f"optimizer: {name}"] for name in ("mu", "nu")]
     assert actual == [tiled, tiled]
@@ -256,8 +256,8 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
     assert (
         "the parameters are 6.8 KiB, as their plan says, and take 7.0 KiB in the chip's"
         " tiles of 8 x 128."
-    ) in found.notes
-    for note in fit(*made(), chip="h100").notes:
+    ) in fitted.notes
+    for note in fit(*training_step(), chip="h100").notes:
         assert "tiles" not in note
 
 
@@ -274,8 +274,8 @@ def test_moments_are_found_beside_parameters_in_one_argument():
         grads = jax.grad(loss)(state["params"], batch)
         old_mu = state["opt"][0]["mu"]
         mu = jax.tree.map(lambda m, g: 0.9 * m + g, old_mu, grads)
-        new = jax.tree.map(lambda p, m: p - m, state["params"], mu)
-        return {"params": new, "opt": [{"mu": mu}]}
+        new_params = jax.tree.map(lambda p, m: p - m, state["params"], mu)
+        return {"params": new_params, "opt": [{"mu": mu}]}
 
     sizes = groups(fit(step, state, square, chip="h100"))
     assert sizes["parameters"] == 64 * 64 * 4
@@ -288,8 +288,11 @@ def test_a_count_beside_a_bare_array_is_the_rest_of_an_optimizer():
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
 
     def step(w, count, batch):
-        grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
-        return w - 0.1 * grads, count + 1
+        def loss(w):
+            return jnp.mean((batch @ w) ** 2)
+
+        gradient = jax.grad(loss)(w)
+        return w - 0.1 * gradient, count + 1
 
     sizes = groups(fit(step, w, count, w, chip="h100"))
     assert sizes["parameters"] == 64 * 64 * 4
@@ -301,26 +304,29 @@ def test_unchanged_weights_are_parameters_for_fit():
     base = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
     sharding = jax.NamedSharding(MESH.abstract(), P("data"))
     tokens = jax.ShapeDtypeStruct((32,), jnp.int32, sharding=sharding)
-    found = fit(
-        lambda tokens, base: jnp.sum(base[tokens] @ base), tokens, base, chip="h100"
-    )
-    assert found.bytes_of("parameters") == 64 * 64 * 4
-    assert found.bytes_of("batch") == 32 * 4 // 4
+
+    def step(tokens, base):
+        rows = base[tokens]
+        return jnp.sum(rows @ base)
+
+    fitted = fit(step, tokens, base, chip="h100")
+    assert fitted.bytes_of("parameters") == 64 * 64 * 4
+    assert fitted.bytes_of("batch") == 32 * 4 // 4
 
 
 @pytest.mark.parametrize("donate", ["none", ("params", "opt")])
 def test_a_compiled_step_says_it_exactly(donate):
-    step, *args = made(donate=donate)
+    step, *args = training_step(donate=donate)
     program = compile_for(step, *args, target="cpu")
     memory = program.memory_analysis()
-    found = fit(program, chip="h100")
-    assert found.basis == "compiled"
-    for row in found.rows:
+    fitted = fit(program, chip="h100")
+    assert fitted.basis == "compiled"
+    for row in fitted.rows:
         assert row.exact
-    assert found.peak_bytes == memory.needed_bytes
-    assert not found.changes
+    assert fitted.peak_bytes == memory.needed_bytes
+    assert not fitted.changes
     both = fit(step, *args, compiled=program, chip="h100")
-    assert both.peak_bytes == found.peak_bytes
+    assert both.peak_bytes == fitted.peak_bytes
     assert both.basis == "compiled"
     assert groups(both)["parameters"] == ONE
     assert both.changes
@@ -330,19 +336,19 @@ def test_a_compiled_step_says_it_exactly(donate):
     # The compiled program also returns the tuple of its results, 8 bytes for each.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert guess.bytes_of("results") == pytest.approx(results, abs=200)
-    assert guess.peak_bytes == pytest.approx(found.peak_bytes, rel=0.25)
+    assert guess.peak_bytes == pytest.approx(fitted.peak_bytes, rel=0.25)
 
 
-def by_words(found, words):
-    (change,) = [change for change in found.changes if words in change.what]
+def by_words(fitted, words):
+    (change,) = [change for change in fitted.changes if words in change.what]
     return change
 
 
 def test_each_change_saves_what_it_says():
-    before = fit(*made(), chip=SMALL)
+    before = fit(*training_step(), chip=SMALL)
     assert not before.fits  # the state alone is too much
     zero = by_words(before, "ZeRO-1")
-    after = fit(*made(over="data"), chip=SMALL)
+    after = fit(*training_step(over="data"), chip=SMALL)
     # Parameters behind a gathered update are not the batch.
     assert after.batch == before.batch is not None
     assert zero.peak_bytes == after.peak_bytes == before.peak_bytes - zero.saves_bytes
@@ -368,17 +374,17 @@ def test_a_plan_alone_says_what_its_arrays_take_and_no_more():
     )
     opt = follow(adam, weights, memory_kinds=[(".*", "pinned_host")])
     joined = ShardPlan.join(params=weights, opt=opt)
-    found = fit(joined, chip="h100")
-    assert groups(found) == {"params": 288, "opt": 0}
-    assert found.basis == "arguments"
-    assert not found.is_close
-    assert "The arrays alone take 288 B of" in str(found)
-    assert "activations are not counted." in str(found)
-    (row,) = [row for row in found.rows if row.group == "opt"]
+    fitted = fit(joined, chip="h100")
+    assert groups(fitted) == {"params": 288, "opt": 0}
+    assert fitted.basis == "arguments"
+    assert not fitted.is_close
+    assert "The arrays alone take 288 B of" in str(fitted)
+    assert "activations are not counted." in str(fitted)
+    (row,) = [row for row in fitted.rows if row.group == "opt"]
     assert row.host_bytes == 2 * 288 + 4
-    assert "in host memory" in str(found)
-    assert not found.changes
-    assert found.batch is None
+    assert "in host memory" in str(fitted)
+    assert not fitted.changes
+    assert fitted.batch is None
 
 
 class Model(eqx.Module):
@@ -402,9 +408,9 @@ def test_modules_with_functions_keys_and_odd_arrays():
         noise = jax.random.normal(rest["key"], (3, 6), jnp.bfloat16)
         return model(x) + noise + jnp.sum(rest["none"].astype(jnp.bfloat16))
 
-    found = fit(step, model, rest, x, chip="h100")
-    assert found.bytes_of("parameters") == 12 * 6 * 2 + 24
-    assert found.peak_bytes < 1024
+    fitted = fit(step, model, rest, x, chip="h100")
+    assert fitted.bytes_of("parameters") == 12 * 6 * 2 + 24
+    assert fitted.peak_bytes < 1024
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -428,12 +434,12 @@ def test_types_and_manual_axes(kind):
         )
         return inner(y)
 
-    found = fit(step, x.structs, chip="h100")
-    assert found.bytes_of("batch") == found.bytes_of("results") == 64 * 32 * 4 // 4
+    fitted = fit(step, x.structs, chip="h100")
+    assert fitted.bytes_of("batch") == fitted.bytes_of("results") == 64 * 32 * 4 // 4
 
 
 def test_messages():
-    step, *args = made()
+    step, *args = training_step()
     with pytest.raises(ChipError, match="there is no chip 'v9'"):
         fit(step, *args, chip="v9")
     with pytest.raises(LeafTypeError) as caught:

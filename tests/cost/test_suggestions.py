@@ -19,6 +19,11 @@ def before():
     return fitted, peak(*changed())
 
 
+def suggestions(fitted, words):
+    """The suggested changes that contain some words."""
+    return [change for change in fitted.changes if words in change.what]
+
+
 @pytest.mark.parametrize(
     "words, change",
     [
@@ -30,35 +35,37 @@ def before():
     ],
 )
 def test_a_change_saves_what_the_compiler_saves(before, words, change):
-    found, compiled = before
-    assert found.peak_bytes == pytest.approx(compiled, rel=0.05)
-    (told,) = [one for one in found.changes if words in one.what]
+    fitted, compiled = before
+    assert fitted.peak_bytes == pytest.approx(compiled, rel=0.05)
+    (suggestion,) = suggestions(fitted, words)
     after = peak(*changed(**change))
-    assert told.peak_bytes == pytest.approx(after, rel=0.12)
-    assert told.saves_bytes == pytest.approx(compiled - after, abs=0.1 * compiled)
+    assert suggestion.peak_bytes == pytest.approx(after, rel=0.12)
+    saved_bytes = compiled - after
+    assert suggestion.saves_bytes == pytest.approx(saved_bytes, abs=0.1 * compiled)
     if words == "recompute":
-        changes = fit(*changed(**change), chip=CHIP).changes
-        assert not [one for one in changes if words in one.what]
+        fitted_after = fit(*changed(**change), chip=CHIP)
+        assert not suggestions(fitted_after, words)
 
 
 def test_a_state_on_the_host_needs_the_told_memory(before):
-    found, _ = before
-    (told,) = [one for one in found.changes if "host memory" in one.what]
+    fitted, _ = before
+    (suggestion,) = suggestions(fitted, "host memory")
     jitted, params, opt, batch = changed()
     step = inspect.unwrap(jitted)
 
     def moved(params, opt, batch):
         placed = jax.device_put(opt, jax.memory.Space.Device)
-        new, opt = step(params, placed, batch)
-        return new, jax.device_put(opt, jax.memory.Space.Host)
+        new_params, new_opt = step(params, placed, batch)
+        return new_params, jax.device_put(new_opt, jax.memory.Space.Host)
 
-    after = fit(moved, params, jax.tree.map(on_host, opt), batch, chip=CHIP)
+    opt_on_host = jax.tree.map(on_host, opt)
+    after = fit(moved, params, opt_on_host, batch, chip=CHIP)
     assert after.bytes_of("optimizer") == 0
     assert "in host memory" in str(after)
     # What the optimizer returns goes back to the host and is no result on the device.
     assert after.bytes_of("results") <= after.bytes_of("parameters")
-    assert told.peak_bytes == pytest.approx(after.peak_bytes, rel=0.15)
-    assert "jax.device_put" in told.how
+    assert suggestion.peak_bytes == pytest.approx(after.peak_bytes, rel=0.15)
+    assert "jax.device_put" in suggestion.how
 
 
 def test_a_decode_step_shows_its_cache():
@@ -76,47 +83,48 @@ def test_a_decode_step_shows_its_cache():
 
     def decode(params, cache, token, index):
         x = token @ params["w"]
-        cache = {
-            name: jax.lax.dynamic_update_slice(one, x[:, None], (0, index, 0))
-            for name, one in cache.items()
-        }
-        scores = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, cache["keys"]))
-        return jnp.einsum("bt,btd->bd", scores, cache["values"]), cache
+        row = x[:, None]
+        updated = {}
+        for name, rows in cache.items():
+            updated[name] = jax.lax.dynamic_update_slice(rows, row, (0, index, 0))
+        scores = jnp.einsum("bd,btd->bt", x, updated["keys"])
+        weights = jax.nn.softmax(scores)
+        return jnp.einsum("bt,btd->bd", weights, updated["values"]), updated
 
     args = (params, cache, token, jax.ShapeDtypeStruct((), jnp.int32))
-    outs = (None, jax.tree.map(lambda one: one.sharding, cache))
-    found = fit(
-        filter_jit(decode, out_shardings=outs, donate="cache"), *args, chip="h100"
-    )
+    cache_shardings = jax.tree.map(lambda struct: struct.sharding, cache)
+    outs = (None, cache_shardings)
+    donating = filter_jit(decode, out_shardings=outs, donate="cache")
+    fitted = fit(donating, *args, chip="h100")
     whole = 2 * 2 * 128 * 64 * 2
-    assert found.bytes_of("KV cache") == whole
-    assert found.bytes_of("parameters") == 64 * 64 * 2
-    assert found.bytes_of("results") < 1024  # the cache is updated in place
-    assert found.peak_bytes < 1.2 * (whole + 64 * 64 * 2) + 4096
+    assert fitted.bytes_of("KV cache") == whole
+    assert fitted.bytes_of("parameters") == 64 * 64 * 2
+    assert fitted.bytes_of("results") < 1024  # the cache is updated in place
+    assert fitted.peak_bytes < 1.2 * (whole + 64 * 64 * 2) + 4096
     twice = fit(filter_jit(decode, out_shardings=outs), *args, chip="h100")
     assert twice.bytes_of("results") >= whole
-    (told,) = [one for one in twice.changes if "donate" in one.what]
-    assert '"cache"' in told.how
+    (suggestion,) = suggestions(twice, "donate")
+    assert '"cache"' in suggestion.how
 
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 
 
 def test_a_verdict_that_is_close_says_so(before):
-    found, _ = before
-    least, most = found.expected_bytes
-    assert least < found.peak_bytes < most
+    fitted, _ = before
+    least, most = fitted.expected_bytes
+    assert least < fitted.peak_bytes < most
 
     def on_chip_of(usable_bytes: int):
         chip = dataclasses.replace(CHIP, usable_hbm_bytes=usable_bytes)
-        return dataclasses.replace(found, chip=chip)
+        return dataclasses.replace(fitted, chip=chip)
 
-    near = on_chip_of((found.peak_bytes + most) // 2)
+    near = on_chip_of((fitted.peak_bytes + most) // 2)
     assert near.fits
     assert near.is_close
     assert "`compile_for(" in str(near)
     assert "MAY OR MAY NOT fit: as foreseen, it fits tiny" in str(near)
-    over = on_chip_of((found.peak_bytes + least) // 2)
+    over = on_chip_of((fitted.peak_bytes + least) // 2)
     assert "MAY OR MAY NOT fit: as foreseen, it does not fit tiny" in str(over)
     match = re.search(r"Foreseen: expect (\S+) (\w+) to (\S+) (\w+)\.", str(over))
     assert match is not None
@@ -133,4 +141,4 @@ def test_a_verdict_that_is_close_says_so(before):
     assert "MAY" not in str(never)
     assert not dataclasses.replace(near, basis="compiled").is_close
     compiled = dataclasses.replace(near, basis="compiled")
-    assert compiled.expected_bytes == (found.peak_bytes, found.peak_bytes)
+    assert compiled.expected_bytes == (fitted.peak_bytes, fitted.peak_bytes)

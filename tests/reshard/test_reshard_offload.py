@@ -21,60 +21,57 @@ def test_offloading_by_regex_and_back():
         paths=rules,
         memory_kinds=[("w$", "pinned_host")],
     )
-    there = reshard(source, sharding_plan)
-    memory_kinds = [layer["w"].sharding.memory_kind for layer in there["layers"]]
+    offloaded = reshard(source, sharding_plan)
+    offloaded_layers = offloaded["layers"]
+    memory_kinds = [layer["w"].sharding.memory_kind for layer in offloaded_layers]
     assert memory_kinds == ["pinned_host"] * 3
-    layers = there["layers"][0]["b"]
-    assert layers is source["layers"][0]["b"]
-    assert_equal(there, state())
-    rules = PathRules([("w|b", P("a")), ("step", P())])
+    first_layer = offloaded_layers[0]
+    assert first_layer["b"] is source["layers"][0]["b"]
+    assert_equal(offloaded, state())
     source_plan = plan(source, mesh((8,)), paths=rules)
-    back = reshard(
-        there,
-        source_plan,
-        donate=True,
-    )
-    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
-    assert there["layers"][0]["w"].is_deleted()
+    back = reshard(offloaded, source_plan, donate=True)
+    first_layer_back = back["layers"][0]
+    assert first_layer_back["w"].sharding.memory_kind != "pinned_host"
+    assert first_layer["w"].is_deleted()
     assert_equal(back, state())
 
 
 def test_offloads_are_bounded_in_flight():
-    away = sharding((8,), "a", kind="pinned_host")
-    source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]
-    move = move_of((64,), np.dtype("float32"), source[0].sharding, away)
+    on_devices = sharding((8,), "a")
+    in_host_memory = sharding((8,), "a", kind="pinned_host")
+    values = [host((64,), number) for number in range(40)]
+    source = jax.device_put(values, on_devices)
+    move = move_of((64,), np.dtype("float32"), on_devices, in_host_memory)
     window = Window(100)
-    seen = []
-    for x in source:
+    bytes_in_flight = []
+    moves_in_flight = []
+    for array in source:
         window.make_room(move.extra_bytes)
-        window.add(carry_out(move, x), move.target_bytes)
-        seen.append((window.bytes, len(window.pending)))
-    assert max(size for size, _ in seen) <= 100 + 32
-    assert max(count for _, count in seen) > 1
-    tree = reshard(source, away, memory_limit_bytes=100)
-    expected = [host((64,), i) for i in range(40)]
-    assert_equal(
-        tree,
-        expected,
-    )
+        window.add(carry_out(move, array), move.target_bytes)
+        bytes_in_flight.append(window.bytes)
+        moves_in_flight.append(len(window.pending))
+    assert max(bytes_in_flight) <= 100 + 32
+    assert max(moves_in_flight) > 1
+    tree = reshard(source, in_host_memory, memory_limit_bytes=100)
+    assert_equal(tree, values)
 
 
 @pytest.mark.parametrize("donate", [False, True])
 @both_ways
 def test_offloading_to_another_order_of_the_devices(move, donate):
     order = [2, 0, 3, 1]
-    source = {
-        "rows": jax.device_put(host((8, 4)), sharding((4,), "a")),
-        "whole": jax.device_put(host((8, 4), 1), sharding((4,))),
+    values = {"rows": host((8, 4)), "whole": host((8, 4), 1)}
+    on_devices = {"rows": sharding((4,), "a"), "whole": sharding((4,))}
+    in_host_memory = {
+        "rows": sharding((4,), "a", order=order, kind="pinned_host"),
+        "whole": sharding((4,), order=order, kind="pinned_host"),
     }
-    away = sharding((4,), "a", order=order, kind="pinned_host")
-    whole = sharding((4,), order=order, kind="pinned_host")
-    expected = {"rows": host((8, 4)), "whole": host((8, 4), 1)}
-    there = move(source, {"rows": away, "whole": whole}, donate=donate)
-    assert there["whole"].sharding == whole
-    assert_equal(there, expected)
-    shardings = {"rows": sharding((4,), "a"), "whole": sharding((4,))}
-    assert_equal(move(there, shardings, donate=donate), expected)
+    source = jax.device_put(values, on_devices)
+    offloaded = move(source, in_host_memory, donate=donate)
+    assert offloaded["whole"].sharding == in_host_memory["whole"]
+    assert_equal(offloaded, values)
+    back = move(offloaded, on_devices, donate=donate)
+    assert_equal(back, values)
 
 
 @pytest.mark.skipif(
@@ -84,8 +81,8 @@ def test_offloading_to_another_order_of_the_devices(move, donate):
 def test_offloading_inside_jit():
     src = sharding((2, 4), "a")
     dst = sharding((2, 4), "b", kind="pinned_host")
-    moved = jax.jit(lambda x: reshard(x, dst, src=src))(
-        jax.device_put(host((8, 8)), src)
-    )
+    x = jax.device_put(host((8, 8)), src)
+    jitted = jax.jit(lambda x: reshard(x, dst, src=src))
+    moved = jitted(x)
     assert moved.sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(moved, host((8, 8)))
