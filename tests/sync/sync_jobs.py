@@ -11,7 +11,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import shardfx
 from shardfx import MeshSpec, PathRules, ShardPlan
-from shardfx.sync import Receiver, Sender, TransferPlan, plan_transfer
+from shardfx.sync import (
+    Receiver,
+    Sender,
+    TransferPlan,
+    plan_transfer,
+    receive,
+    send,
+)
 
 
 SECRET = b"sixteen bytes or more"
@@ -150,3 +157,41 @@ def served_by(sender, transfer, **options):
         sender=sender,
         options=options,
     )
+
+
+class Wire:
+    """A channel in memory."""
+
+    def __init__(self):
+        self.pieces = []
+        self.revision = 0
+
+    def put(self, round, pieces):
+        self.pieces += [(round, piece.copy()) for piece in pieces]
+
+    def get(self, round, memories):
+        for memory in memories:
+            number, piece = self.pieces.pop(0)
+            assert number == round
+            assert piece.nbytes == memory.nbytes
+            memory[...] = piece
+
+    def commit(self, revision: int | None = None) -> int:
+        if revision is not None:
+            self.revision = revision
+        return self.revision
+
+
+def carried(plan, arrays, dst):
+    """What the receiver gets, and the bytes that were put."""
+    wires = {sender: Wire() for sender in plan.senders_to(0)}
+    for sender, wire in wires.items():
+        send(plan, arrays, wire, 7, sender=sender, receiver=0, check_content=True)
+    sent_bytes = 0
+    for wire in wires.values():
+        sent_bytes += sum(piece.nbytes for _, piece in wire.pieces)
+        # The sums of the content.
+        sent_bytes -= 16 * len(plan.leaves)
+    arrays, revision = receive(plan, dst, wires, receiver=0, check_content=True)
+    assert revision == 7
+    return arrays, sent_bytes
