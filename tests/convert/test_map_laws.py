@@ -47,6 +47,11 @@ def box_of(draw, shape):
     return tuple(box)
 
 
+def on_devices(arrays):
+    """The arrays as arrays of JAX."""
+    return {path: jnp.asarray(array) for path, array in arrays.items()}
+
+
 def parts_within(array, box):
     """The parts of an array's pieces in a box."""
     parts = []
@@ -177,11 +182,11 @@ def test_the_inverse_of_maps_leads_back(case, data):
         tree_map = tree_map.then(TreeMap(rules))
     inverse = tree_map.inverse()
     targets = tree_map.apply(arrays)
-    jax_targets = {path: jnp.asarray(array) for path, array in targets.items()}
+    there_and_back = tree_map.then(inverse)
     sources = [
-        tree_map.then(inverse).apply(arrays, like=arrays),
+        there_and_back.apply(arrays, like=arrays),
         inverse.apply(targets, like=arrays),
-        inverse.apply(jax_targets, like=arrays),
+        inverse.apply(on_devices(targets), like=arrays),
     ]
     for source in sources:
         assert source.keys() == arrays.keys()
@@ -204,6 +209,9 @@ def test_a_map_is_its_text_and_its_json(case):
 
 
 NUMBERS = [0, 0.0, -0.0, False, 1, 1.0, True, 2**53, 2.0**53, math.nan, math.inf]
+SUMMANDS = [0.0, -0.0, 1]
+FACTORS = [1, 1.0, 2.0**53]
+INDICES = [0, 1, "i"]
 
 
 def drawn_rule(draw, depth):
@@ -213,7 +221,8 @@ def drawn_rule(draw, depth):
         kinds += ["pad_to", "plus", "times", "at", "concat"]
     kind = draw(st.sampled_from(kinds))
     if kind == "leaf":
-        return From(draw(st.sampled_from("ab")))
+        path = draw(st.sampled_from("ab"))
+        return From(path)
     # `float` makes an object of its own of a text, also of that of a NaN.
     number = draw(st.sampled_from(NUMBERS))
     if isinstance(number, float):
@@ -224,12 +233,16 @@ def drawn_rule(draw, depth):
     if kind == "pad_to":
         return rule.pad_to(1, value=number)
     if kind == "plus":
-        return rule.plus(draw(st.sampled_from([0.0, -0.0, 1])))
+        summand = draw(st.sampled_from(SUMMANDS))
+        return rule.plus(summand)
     if kind == "times":
-        return rule.times(draw(st.sampled_from([1, 1.0, 2.0**53])))
+        factor = draw(st.sampled_from(FACTORS))
+        return rule.times(factor)
     if kind == "at":
-        return rule.at(draw(st.sampled_from([0, 1, "i"])))
-    return From.concat([rule, drawn_rule(draw, depth - 1)])
+        index = draw(st.sampled_from(INDICES))
+        return rule.at(index)
+    other_rule = drawn_rule(draw, depth - 1)
+    return From.concat([rule, other_rule])
 
 
 @settings(max_examples=400, deadline=None)
@@ -239,7 +252,8 @@ def test_maps_are_equal_where_their_json_is(data):
     rules = [drawn_rule(data.draw, depth) for _ in range(2)]
     maps_of_rules = []
     for rule in rules:
-        tree_map = TreeMap({"x": rule}, drop=data.draw(st.sampled_from([[], ["v"]])))
+        dropped = data.draw(st.sampled_from([[], ["v"]]))
+        tree_map = TreeMap({"x": rule}, drop=dropped)
         if data.draw(st.booleans()):
             tree_map = tree_map.inverse()
         maps_of_rules.append(tree_map)
@@ -266,7 +280,8 @@ def test_numbers_of_two_types_or_signs_are_two_maps(first, second, depth):
 
 
 def test_a_map_keeps_its_hash_and_does_not_pickle_it():
-    tree_map = TreeMap({"v": From.constant(math.nan, (2,), "float32").plus(1)})
+    constant = From.constant(math.nan, (2,), "float32")
+    tree_map = TreeMap({"v": constant.plus(1)})
     pickled = pickle.dumps(tree_map)
     copy = pickle.loads(pickled)
     assert hash(copy) == hash(tree_map)
@@ -283,17 +298,17 @@ def test_the_text_of_a_rule_has_a_zero_that_is_no_default(value):
 
 def test_the_text_of_a_map_tells_dropped_leaves_from_the_rest():
     tree_map = TreeMap({"w": From("w")}, drop=["v"], rest=["{path*}"])
-    assert str(tree_map).splitlines()[-2:] == [
-        "  (dropped) <- v",
-        "  (rest) <- {path*}",
-    ]
+    *_, dropped, rest = str(tree_map).splitlines()
+    assert dropped == "  (dropped) <- v"
+    assert rest == "  (rest) <- {path*}"
 
 
 def test_scaled_blocks_are_what_numpy_makes_of_them():
     weight = filled((200, 130), np.dtype("int8"))
     scales = filled((2, 2), np.dtype("float32")) + 0.5
     scaled = From("w").scale("s", block=(128, 128))
-    tree_map = TreeMap({"w": scaled.cast("bfloat16").T})
+    rounded = scaled.cast("bfloat16")
+    tree_map = TreeMap({"w": rounded.T})
     arrays = {"w": weight, "s": scales}
     scale_of_row = scales.repeat(128, axis=0)
     scale_of_element = scale_of_row.repeat(128, axis=1)[:200, :130]
@@ -302,34 +317,38 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of an inverted map, which is applied by pieces.
     turned = TreeMap({"w": From("w").T}).inverse()
-    jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
     there_and_turned = tree_map.then(turned)
-    for tree in (arrays, jax_arrays):
+    for tree in (arrays, on_devices(arrays)):
         applied = there_and_turned.apply(tree, like={"w": whole.T})
         same(applied["w"], whole.T)
     (array,) = pieces_of(tree_map, arrays).values()
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), array.dtype)
+    read = reader(arrays)
     for part in parts_within(array, box):
         for chunk in convert.chunks(part, 1000):
-            convert.fill(memory, box, chunk, reader(arrays))
+            convert.fill(memory, box, chunk, read)
     same(memory, whole[100:130, 5:190])
 
 
 def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
+    single = np.dtype("float32")
+    matrix = filled((8, 6), single)
     arrays = {
-        "x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16),
-        "n": filled((6,), np.dtype("float32")),
+        "x": matrix.astype(jnp.bfloat16),
+        "n": filled((6,), single),
     }
+    increased_rule = From("n").plus(1)
     rules = {
         "x": From("x").T.times(0.3).plus(1.1),
-        "n": From("n").plus(1).cast("float16").times(2),
+        "n": increased_rule.cast("float16").times(2),
     }
     tree_map = TreeMap(rules)
     whole = tree_map.apply(arrays)
 
     def rounded(x):
-        return x.astype(jnp.bfloat16).astype(np.float32)
+        narrow = x.astype(jnp.bfloat16)
+        return narrow.astype(np.float32)
 
     factor = np.float32(0.3)
     summand = np.float32(1.1)
@@ -338,25 +357,31 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     by_hand = rounded(product + summand)
     same(whole["x"].astype(np.float32), by_hand)
     increased = arrays["n"] + 1
-    same(whole["n"], increased.astype(np.float16) * np.float16(2))
+    doubled = increased.astype(np.float16) * np.float16(2)
+    same(whole["n"], doubled)
     for path, array in pieces_of(tree_map, arrays).items():
         same(from_pieces(array, arrays), whole[path])
-    jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
-    for path, array in tree_map.apply(jax_arrays).items():
+    for path, array in tree_map.apply(on_devices(arrays)).items():
         same(array, whole[path])
 
 
 def test_parts_of_one_element_have_any_rank():
-    parts = [From("scalar.{i}").reshape(1), From("matrix.{i}").reshape(1)]
-    tree_map = TreeMap({"x": From.concat(parts).stack("i")})
+    scalar = From("scalar.{i}").reshape(1)
+    matrix = From("matrix.{i}").reshape(1)
+    row = From.concat([scalar, matrix])
+    tree_map = TreeMap({"x": row.stack("i")})
     arrays = {}
     for number in range(2):
         arrays[f"scalar.{number}"] = np.float32(number)
         arrays[f"matrix.{number}"] = np.full((1, 1), number + 2, np.float32)
     expected = np.array([[0, 2], [1, 3]], np.float32)
-    same(tree_map.apply(arrays)["x"], expected)
-    same(tree_map.then(TreeMap({"y": From("x").T})).apply(arrays)["y"], expected.T)
-    back = tree_map.inverse().apply({"x": expected}, like=arrays)
+    applied = tree_map.apply(arrays)
+    same(applied["x"], expected)
+    turned = TreeMap({"y": From("x").T})
+    applied = tree_map.then(turned).apply(arrays)
+    same(applied["y"], expected.T)
+    inverse = tree_map.inverse()
+    back = inverse.apply({"x": expected}, like=arrays)
     for path, array in arrays.items():
         same(back[path], array)
 
@@ -364,28 +389,38 @@ def test_parts_of_one_element_have_any_rank():
 def test_constants_are_stacked():
     constant = From.constant(2, (3,), "int32")
     tree_map = TreeMap({"x": constant.stack("i", count=2), "w": "w"})
-    arrays = {"w": np.float32(1)}
-    same(tree_map.apply(arrays)["x"], np.full((2, 3), 2, np.int32))
+    applied = tree_map.apply({"w": np.float32(1)})
+    expected = np.full((2, 3), 2, np.int32)
+    same(applied["x"], expected)
 
 
+SIGNED = [-8, -1, 0, 7]
+UNSIGNED = [8, 15, 0, 7]
+POWERS_OF_2 = [0.5, 1, 4, 256]
+LARGE = [1e30, -1e30, 1, 0]
+INFINITE = [np.inf, -np.inf, 1, 0]
 CASTS = [
-    ("int4", "uint4", [-8, -1, 0, 7], [8, 15, 0, 7]),
-    ("uint4", "int4", [8, 15, 0, 7], [-8, -1, 0, 7]),
-    ("float8_e4m3fn", "float8_e8m0fnu", [0.5, 1, 4, 256], [0.5, 1, 4, 256]),
-    ("float8_e8m0fnu", "float8_e5m2", [0.5, 1, 4, 256], [0.5, 1, 4, 256]),
-    ("float32", "float16", [1e30, -1e30, 1, 0], [np.inf, -np.inf, 1, 0]),
+    ("int4", "uint4", SIGNED, UNSIGNED),
+    ("uint4", "int4", UNSIGNED, SIGNED),
+    ("float8_e4m3fn", "float8_e8m0fnu", POWERS_OF_2, POWERS_OF_2),
+    ("float8_e8m0fnu", "float8_e5m2", POWERS_OF_2, POWERS_OF_2),
+    ("float32", "float16", LARGE, INFINITE),
 ]
 
 
 @pytest.mark.parametrize("stored, to, values, expected", CASTS)
 def test_casts_that_numpy_lacks_or_warns_of(stored, to, values, expected):
-    array = np.asarray(values, np.float32).astype(jnp.dtype(stored))
-    cast = np.asarray(expected, np.float32).astype(jnp.dtype(to))
+    singles = np.asarray(values, np.float32)
+    expected_singles = np.asarray(expected, np.float32)
+    cast = expected_singles.astype(jnp.dtype(to))
+    arrays = {"x": singles.astype(jnp.dtype(stored))}
     tree_map = TreeMap({"x": From("x").cast(to)})
-    same(tree_map.apply({"x": array})["x"], cast)
-    (made,) = pieces_of(tree_map, {"x": array}).values()
-    memory = np.zeros(4, made.dtype)
+    applied = tree_map.apply(arrays)
+    same(applied["x"], cast)
+    (array,) = pieces_of(tree_map, arrays).values()
+    memory = np.zeros(4, array.dtype)
     box = ((0, 4),)
-    for part in parts_within(made, box):
-        convert.fill(memory, box, part, reader({"x": array}))
+    read = reader(arrays)
+    for part in parts_within(array, box):
+        convert.fill(memory, box, part, read)
     same(memory, cast)

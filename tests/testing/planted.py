@@ -94,6 +94,7 @@ def neighbours(axis: str, by: int = 1, turn: bool = True) -> list[tuple[int, int
     return pairs
 
 
+BOTH = ("d", "t")
 ROWS = Argument((8, 6), P("d"))
 CUT = Argument((8, 8), P("d", "t"))
 UP = Argument((6, 8), P(None, "t"))
@@ -101,6 +102,9 @@ DOWN = Argument((8, 6), P("t"))
 SEQUENCE = Argument((4, 16, 6), P("d", "t"))
 WHOLE = Argument((4, 16, 6), P("d"))
 WEIGHT = Argument((6, 3), P())
+# A mask of rows, and the columns that rows name.
+MASK = Argument((8,), P("d"), limit=2)
+LABELS = Argument((8,), P("d"), limit=16)
 
 
 # Sums
@@ -119,7 +123,8 @@ def sum_left_out(wrong, x, w1, w2):
 def sum_left_out_of_training(wrong, x, *weights):
     def loss(weights):
         w1, w2 = weights
-        y = jax.nn.gelu(x @ w1) @ w2  # wrong
+        h = jax.nn.gelu(x @ w1)
+        y = h @ w2  # wrong
         if not wrong:
             y = lax.psum(y, "t")
         total = jnp.sum((y - x) ** 2)
@@ -128,7 +133,8 @@ def sum_left_out_of_training(wrong, x, *weights):
     value, gradients = jax.value_and_grad(loss)(weights)  # wrong
 
     def descended(weight, gradient):
-        return weight - 0.1 * lax.psum(gradient, "d")
+        total = lax.psum(gradient, "d")
+        return weight - 0.1 * total
 
     weights = jax.tree.map(descended, weights, gradients)
     return lax.psum(value, ("d", "t")), weights
@@ -136,7 +142,8 @@ def sum_left_out_of_training(wrong, x, *weights):
 
 @planted(ROWS, UP, DOWN, out=P("d"))
 def sum_doubled(wrong, x, w1, w2):
-    y = lax.psum(jax.nn.relu(x @ w1) @ w2, "t")
+    h = jax.nn.relu(x @ w1)
+    y = lax.psum(h @ w2, "t")
     if wrong:
         y = lax.psum(y, "t")  # wrong
     return y
@@ -144,15 +151,23 @@ def sum_doubled(wrong, x, w1, w2):
 
 @planted(Argument((8, 6), P()), UP, DOWN, out=P())
 def sum_over_the_wrong_axis(wrong, x, w1, w2):
-    y = jax.nn.relu(x @ w1) @ w2
+    h = jax.nn.relu(x @ w1)
+    y = h @ w2
     if wrong:
         return lax.psum(y, "d")  # wrong
     return lax.psum(y, "t")
 
 
-@planted(ROWS, UP, DOWN, Argument((6,), P()), out=P("d"))
+@planted(
+    ROWS,
+    UP,
+    DOWN,
+    Argument((6,), P()),
+    out=P("d"),
+)
 def bias_added_by_every_device(wrong, x, w1, w2, bias):
-    y = jax.nn.relu(x @ w1) @ w2
+    h = jax.nn.relu(x @ w1)
+    y = h @ w2
     if wrong:
         return lax.psum(y + bias, "t")  # wrong
     return lax.psum(y, "t") + bias
@@ -161,7 +176,8 @@ def bias_added_by_every_device(wrong, x, w1, w2, bias):
 @planted(ROWS, UP, DOWN, out=P("d"))
 def sum_left_out_in_a_loop(wrong, x, w1, w2):
     def layer(x, _):
-        y = jnp.tanh(x @ w1) @ w2  # wrong
+        h = jnp.tanh(x @ w1)
+        y = h @ w2  # wrong
         if not wrong:
             y = lax.psum(y, "t")
         return jnp.sin(x + y), None
@@ -173,12 +189,14 @@ def sum_left_out_in_a_loop(wrong, x, w1, w2):
 @planted(ROWS, UP, DOWN, out=P("d"))
 def residual_inside_the_sum(wrong, x, w1, w2):
     def layer(x, _):
-        y = jax.nn.silu(x @ w1) @ w2
+        h = jax.nn.silu(x @ w1)
+        y = h @ w2
         if wrong:
             return lax.psum(x + y, "t"), None  # wrong
         return x + lax.psum(y, "t"), None
 
-    result, _ = lax.scan(jax.checkpoint(layer), x, None, length=2)
+    rematerialized = jax.checkpoint(layer)
+    result, _ = lax.scan(rematerialized, x, None, length=2)
     return result
 
 
@@ -190,11 +208,13 @@ def residual_inside_the_sum(wrong, x, w1, w2):
 )
 def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
     def turn(h, _):
-        part = jnp.tanh(x @ wi) @ wh
+        inner = jnp.tanh(x @ wi)
+        part = inner @ wh
         if wrong:
             gates = lax.pmean(jax.nn.sigmoid(part), "t")  # wrong
         else:
-            gates = jax.nn.sigmoid(lax.psum(part, "t"))
+            total = lax.psum(part, "t")
+            gates = jax.nn.sigmoid(total)
         z, r, n = jnp.split(gates, 3, -1)
         candidate = jnp.tanh(n + r * h)
         return (1 - z) * h + z * candidate, None
@@ -216,12 +236,21 @@ def backward_without_its_sum(wrong, x, w1, w2, g):
         return (g,)
 
     copied.defvjp(lambda x: (x, None), back)
-    y, pull = jax.vjp(lambda x: jnp.tanh(copied(x) @ w1) @ w2, x)  # wrong
+
+    def forward(x):
+        h = jnp.tanh(copied(x) @ w1)  # wrong
+        return h @ w2
+
+    y, pull = jax.vjp(forward, x)
     (pulled,) = pull(g)  # wrong
     return lax.psum(y, "t"), pulled
 
 
-@planted(Argument((16, 8), P("d")), Argument((8, 8), P("d")), out=(P(), P("d")))
+@planted(
+    Argument((16, 8), P("d")),
+    Argument((8, 8), P("d")),
+    out=(P(), P("d")),
+)
 def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
     @jax.custom_vjp
     def whole(w):
@@ -235,7 +264,11 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
         return (lax.psum_scatter(g, "d", tiled=True),)
 
     whole.defvjp(lambda w: (whole(w), None), back)
-    loss = lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2)  # wrong
+
+    def loss(w):
+        h = jnp.tanh(x @ whole(w))  # wrong
+        return jnp.sum(h**2)
+
     value, g = jax.value_and_grad(loss)(w)  # wrong
     return lax.psum(value, "d"), w - 0.1 * g
 
@@ -243,18 +276,27 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
 # Means, counts and losses
 
 
+def mean_square(w, x):
+    y = x @ w
+    return jnp.mean(y**2)
+
+
 @planted(WEIGHT, ROWS, out=P())
 def gradients_not_summed(wrong, w, x):
-    g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # wrong
+    g = jax.grad(mean_square)(w, x)  # wrong
     if not wrong:
         g = lax.pmean(g, "d")
     return w - 0.1 * g  # wrong
 
 
-@planted(WEIGHT, Argument((4, 8, 6), P(None, "d")), out=P())
+@planted(
+    WEIGHT,
+    Argument((4, 8, 6), P(None, "d")),
+    out=P(),
+)
 def gradients_summed_in_each_turn(wrong, w, xs):
     def turn(total, x):
-        total = total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        total = total + jax.grad(mean_square)(w, x)
         if wrong:
             total = lax.psum(total, "d")  # wrong
         return total, None
@@ -265,7 +307,7 @@ def gradients_summed_in_each_turn(wrong, w, xs):
     return total / xs.shape[0]  # wrong
 
 
-@planted(ROWS, Argument((8,), P("d"), limit=2), out=P())
+@planted(ROWS, MASK, out=P())
 def mean_of_means(wrong, x, mask):
     total = jnp.sum(x * mask[:, None])
     count = jnp.sum(mask) + 1 / lax.axis_size("d")
@@ -314,20 +356,29 @@ def iteration_with_the_local_norm(wrong, a, v):
         i, v = carry
         y = lax.psum(a @ v, "t")
         y = lax.all_gather(y, "d", tiled=True)
-        y = lax.dynamic_slice_in_dim(y, lax.axis_index("t") * v.size, v.size)
+        start = lax.axis_index("t") * v.size
+        y = lax.dynamic_slice_in_dim(y, start, v.size)
         square = jnp.sum(y**2)
         if not wrong:
             square = lax.psum(square, "t")
         return i + 1, y / jnp.sqrt(square)  # wrong
 
-    _, v = lax.while_loop(lambda carry: carry[0] < 4, turn, (0, v))  # wrong
+    def goes_on(carry):
+        i, _ = carry
+        return i < 4
+
+    _, v = lax.while_loop(goes_on, turn, (0, v))  # wrong
     return v
 
 
 # Positions
 
 
-@planted(Argument((8, 16), P("d", "t")), Argument((8,), P("d"), limit=16), out=P())
+@planted(
+    Argument((8, 16), P("d", "t")),
+    LABELS,
+    out=P(),
+)
 def labels_not_offset(wrong, logits, labels):
     size = logits.shape[1]
     if wrong:
@@ -335,17 +386,24 @@ def labels_not_offset(wrong, logits, labels):
     else:
         local = labels - lax.axis_index("t") * size
     hit = jax.nn.one_hot(local, size)  # wrong
-    total = lax.psum(jnp.exp(logits).sum(-1), "t")
-    picked = lax.psum((hit * logits).sum(-1), "t")  # wrong
+    exponentials = jnp.exp(logits)
+    total = lax.psum(exponentials.sum(-1), "t")
+    hit_logits = hit * logits  # wrong
+    picked = lax.psum(hit_logits.sum(-1), "t")  # wrong
     losses = jnp.log(total) - picked
     return lax.pmean(jnp.mean(losses), "d")
 
 
-@planted(Argument((16, 6), P("t")), Argument((8,), P("d"), limit=16), out=P("d"))
+@planted(
+    Argument((16, 6), P("t")),
+    LABELS,
+    out=P("d"),
+)
 def embedding_of_foreign_rows(wrong, table, ids):
     size = table.shape[0]
     local = ids - lax.axis_index("t") * size
-    rows = table[jnp.clip(local, 0, size - 1)]  # wrong
+    row_numbers = jnp.clip(local, 0, size - 1)  # wrong
+    rows = table[row_numbers]  # wrong
     inside = (local >= 0) & (local < size)
     if not wrong:
         rows = jnp.where(inside[:, None], rows, 0)
@@ -358,24 +416,33 @@ def mask_not_offset(wrong, q, kv):
     rows = jnp.arange(q.shape[1])  # wrong
     if not wrong:
         rows = rows + lax.axis_index("t") * q.shape[1]
-    mask = rows[:, None] >= jnp.arange(kv.shape[1])
+    columns = jnp.arange(kv.shape[1])
+    mask = rows[:, None] >= columns
     masked = jnp.where(mask, scores, -1e9)  # wrong
     weights = jax.nn.softmax(masked)
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
 
 
-@planted(Argument((16, 4), P(("d", "t"))), out=P(("d", "t")))
+@planted(Argument((16, 4), P(BOTH)), out=P(BOTH))
 def positions_counted_in_the_wrong_order(wrong, x):
-    axes = ("t", "d") if wrong else ("d", "t")
+    axes = ("d", "t")
+    if wrong:
+        axes = ("t", "d")
     place = lax.axis_index(axes)  # wrong
-    rows = place * x.shape[0] + jnp.arange(x.shape[0])  # wrong
+    size = x.shape[0]
+    rows = place * size + jnp.arange(size)  # wrong
     return x * jnp.sin(rows)[:, None]
 
 
-@planted(SEQUENCE, Argument((4, 16), P("d", "t"), limit=16), out=P())
+@planted(
+    SEQUENCE,
+    Argument((4, 16), P("d", "t"), limit=16),
+    out=P(),
+)
 def labels_shifted_after_the_cut(wrong, x, tokens):
     logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
-    following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
+    first_tokens = tokens[:, :1]
+    following = lax.ppermute(first_tokens, "t", neighbours("t", -1))
     if wrong:
         labels = jnp.roll(tokens, -1, 1)  # wrong
     else:
@@ -384,7 +451,11 @@ def labels_shifted_after_the_cut(wrong, x, tokens):
     return lax.pmean(jnp.mean(picked), ("d", "t"))
 
 
-@planted(Argument((8, 4, 6), P("d")), Argument((4, 6, 6), P("t")), out=P("d"))
+@planted(
+    Argument((8, 4, 6), P("d")),
+    Argument((4, 6, 6), P("t")),
+    out=P("d"),
+)
 def experts_not_offset(wrong, x, experts):
     if wrong:
         first = 0
@@ -395,11 +466,15 @@ def experts_not_offset(wrong, x, experts):
     return lax.psum(outputs, "t")  # wrong
 
 
-@planted(Argument((8, 16), P("d", "t")), out=P("d", "t"))
+@planted(
+    Argument((8, 16), P("d", "t")),
+    out=P("d", "t"),
+)
 def running_sum_of_parts(wrong, x):
     totals = lax.all_gather(x.sum(-1), "t")
     devices = jnp.arange(totals.shape[0])[:, None]
-    before = jnp.where(devices < lax.axis_index("t"), totals, 0).sum(0)
+    is_before = devices < lax.axis_index("t")
+    before = jnp.where(is_before, totals, 0).sum(0)
     sums = jnp.cumsum(x, -1)  # wrong
     if wrong:
         return sums
@@ -409,7 +484,8 @@ def running_sum_of_parts(wrong, x):
 @planted(ROWS, ROWS, out=P("d"))
 def dropout_with_one_key(wrong, x, noise):
     if wrong:
-        noise = jax.random.normal(jax.random.key(1), x.shape)  # wrong
+        key = jax.random.key(1)
+        noise = jax.random.normal(key, x.shape)  # wrong
     return jnp.where(noise > 0, x, 0)  # wrong
 
 
@@ -417,15 +493,21 @@ def dropout_with_one_key(wrong, x, noise):
 
 
 def smoothed(x):
-    return 0.25 * x[:, :-2] + 0.5 * x[:, 1:-1] + 0.25 * x[:, 2:]
+    before = x[:, :-2]
+    middle = x[:, 1:-1]
+    after = x[:, 2:]
+    return 0.25 * before + 0.5 * middle + 0.25 * after
 
 
 @planted(SEQUENCE, out=P("d", "t"))
 def border_that_turns_round(wrong, x):
     turn = wrong and lax.axis_size("t") > 1
-    before = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn))  # wrong
-    right = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
-    return smoothed(jnp.concatenate([before, x, right], 1))  # wrong
+    to_next = neighbours("t", 1, turn)
+    before = lax.ppermute(x[:, -1:], "t", to_next)  # wrong
+    to_previous = neighbours("t", -1, turn=False)
+    after = lax.ppermute(x[:, :1], "t", to_previous)
+    whole = jnp.concatenate([before, x, after], 1)  # wrong
+    return smoothed(whole)  # wrong
 
 
 @planted(Argument((8, 8), P("t")), out=P())
@@ -444,26 +526,38 @@ def ring_one_turn_short(wrong, x):
 
 @planted(CUT, out=P("d"))
 def gathered_in_the_wrong_order(wrong, x):
-    dim = 2 if wrong else 1
+    dim = 1
+    if wrong:
+        dim = 2
     parts = lax.all_gather(x, "t", axis=dim)  # wrong
-    return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
-
-
-@planted(Argument((8, 8), P(None, "t")), Argument((8, 8), P("t")), out=P("t"))
-def scattered_along_the_wrong_dimension(wrong, x, w):
-    dim = 1 if wrong else 0
-    y = lax.psum_scatter(x @ w, "t", scatter_dimension=dim, tiled=True)  # wrong
-    return jnp.tanh(y.reshape(-1, 8))  # wrong
+    rows = parts.reshape(x.shape[0], -1)  # wrong
+    return jnp.tanh(rows)  # wrong
 
 
 @planted(
-    Argument((16, 8), P(("d", "t"))),
+    Argument((8, 8), P(None, "t")),
+    Argument((8, 8), P("t")),
+    out=P("t"),
+)
+def scattered_along_the_wrong_dimension(wrong, x, w):
+    dim = 0
+    if wrong:
+        dim = 1
+    product = x @ w
+    y = lax.psum_scatter(product, "t", scatter_dimension=dim, tiled=True)  # wrong
+    rows = y.reshape(-1, 8)  # wrong
+    return jnp.tanh(rows)  # wrong
+
+
+@planted(
+    Argument((16, 8), P(BOTH)),
     Argument((8, 8), P()),
     Argument((8, 8, 8), P("t")),
-    out=P(("d", "t")),
+    out=P(BOTH),
 )
 def experts_that_answer_in_another_order(wrong, x, router, experts):
-    gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
+    probabilities = jax.nn.softmax(x @ router)
+    gate, choice = lax.top_k(probabilities, 2)
     chosen = jax.nn.one_hot(choice, router.shape[1])
     rows_of_experts = jnp.einsum("nke,nd->end", chosen, x)
     sent = lax.all_to_all(rows_of_experts, "t", 0, 1, tiled=True)
@@ -475,5 +569,9 @@ def experts_that_answer_in_another_order(wrong, x, router, experts):
 
 
 def mesh_of(devices: Any) -> Mesh:
-    automatic = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((2, 4), ("d", "t"), axis_types=automatic, devices=devices)
+    return jax.make_mesh(
+        (2, 4),
+        ("d", "t"),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices,
+    )

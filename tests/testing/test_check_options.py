@@ -35,16 +35,23 @@ def mesh():
 
 def rows(mesh, *shape):
     sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
-    return jax.device_put(jnp.arange(float(np.prod(shape))).reshape(shape), sharding)
+    numbers = jnp.arange(float(np.prod(shape)))
+    return jax.device_put(numbers.reshape(shape), sharding)
+
+
+def rows_with_nan(mesh):
+    return rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
 
 
 def sums(x, w):
-    return jnp.tanh(x @ w).sum(0), {"x": x + 1}
+    hidden = jnp.tanh(x @ w)
+    return hidden.sum(0), {"x": x + 1}
 
 
 def test_a_step_with_compiler_options_is_compared(mesh):
     x = rows(mesh, 16, 8)
-    checked = check_step(jax.jit(sums, compiler_options=QUICK), x, jnp.ones((8, 4)))
+    w = jnp.ones((8, 4))
+    checked = check_step(jax.jit(sums, compiler_options=QUICK), x, w)
     assert checked, checked
     assert [output.path for output in checked.outputs] == ["0", "1/x"]
 
@@ -72,8 +79,8 @@ def test_a_wrong_equation_of_a_step_of_equinox_is_found(mesh):
 
 
 def test_options_of_equinox_that_change_numbers_are_said(mesh):
-    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
-    checked = check_step(equinox_jit(lambda x: x - x, compiler_options=FAST_MATH), x)
+    jitted = equinox_jit(lambda x: x - x, compiler_options=FAST_MATH)
+    checked = check_step(jitted, rows_with_nan(mesh))
     assert not checked
     assert "xla_cpu_enable_fast_math" in str(checked)
 
@@ -114,13 +121,15 @@ def test_its_sizes_are_shrunk(mesh):
 
     for jit in (jax.jit, equinox_jit):
         shapes.clear()
-        assert check_step(jit(step, compiler_options=QUICK), struct, shrink=True)
-        assert shapes[-1][0] < 4096
+        jitted = jit(step, compiler_options=QUICK)
+        assert check_step(jitted, struct, shrink=True)
+        rows_of_last, _ = shapes[-1]
+        assert rows_of_last < 4096
 
 
 def test_numbers_that_only_an_option_changes_are_said(mesh):
-    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
-    checked = check_step(jax.jit(lambda x: x - x, compiler_options=FAST_MATH), x)
+    jitted = jax.jit(lambda x: x - x, compiler_options=FAST_MATH)
+    checked = check_step(jitted, rows_with_nan(mesh))
     assert not checked
     assert checked.outputs[0].at == (3, 3)
     assert "no equation differs without the step's `compiler_options`" in str(checked)
@@ -132,15 +141,18 @@ def test_options_are_not_blamed_for_another_reference(mesh, jit):
     def step(x):
         return jnp.tanh(x)
 
+    def other(x):
+        return step(x) + 1
+
     jitted = jit(step, compiler_options=QUICK)
-    checked = check_step(jitted, rows(mesh, 16, 8), reference=lambda x: step(x) + 1)
+    checked = check_step(jitted, rows(mesh, 16, 8), reference=other)
     assert not checked
     assert "compiler_options" not in str(checked)
 
 
 def test_a_function_around_a_step_with_options_is_named(mesh):
     jitted = jax.jit(sums, compiler_options=QUICK)
-    args = rows(mesh, 16, 8), jnp.ones((8, 4))
+    args = (rows(mesh, 16, 8), jnp.ones((8, 4)))
     message = "can only be passed to top-level"
     for reference in (None, sums):
         with pytest.raises(ValueError, match=message) as caught:
@@ -156,7 +168,7 @@ class Layer(eqx.Module):
     weight: jax.Array
 
     def step(self, x):
-        return jnp.tanh(x @ self.weight).sum(0), {"x": x + 1}
+        return sums(x, self.weight)
 
 
 def partials(options):
@@ -164,12 +176,14 @@ def partials(options):
     weight = jnp.ones((8, 4)) / 8
     step = lambda w, x: sums(x, w)
     jitted = jax.jit(step, compiler_options=options)
+    jitted_by_equinox = equinox_jit(step, compiler_options=options)
+    jitted_sums = jax.jit(sums, compiler_options=options)
     method = equinox_jit(Layer.step, compiler_options=options, donate="all")
     return {
         "functools": ft.partial(jitted, weight),
         "jax": jax.tree_util.Partial(jitted, weight),
-        "equinox": eqx.Partial(equinox_jit(step, compiler_options=options), weight),
-        "keyword": ft.partial(jax.jit(sums, compiler_options=options), w=weight),
+        "equinox": eqx.Partial(jitted_by_equinox, weight),
+        "keyword": ft.partial(jitted_sums, w=weight),
         "method": eqx.Partial(method, Layer(weight)),
     }
 
@@ -185,7 +199,12 @@ def test_a_partial_function_of_a_step_with_options_is_compared(kind, mesh):
     assert checked, checked
     assert [output.path for output in checked.outputs] == ["0", "1/x"]
     assert verify(step, x)
-    assert not check_step(step, x, reference=lambda x: (x.sum(0)[:4], {"x": x}))
+
+    def other(x):
+        columns = x.sum(0)
+        return columns[:4], {"x": x}
+
+    assert not check_step(step, x, reference=other)
 
 
 @pytest.mark.parametrize("kind", ["functools", "equinox"])
@@ -197,7 +216,6 @@ def test_options_of_a_partial_function_are_said(kind, mesh):
     else:
         jitted = equinox_jit(subtracted, compiler_options=FAST_MATH)
         step = eqx.Partial(jitted, jnp.ones(3))
-    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
-    checked = check_step(step, x)
+    checked = check_step(step, rows_with_nan(mesh))
     assert not checked
     assert "xla_cpu_enable_fast_math" in str(checked)

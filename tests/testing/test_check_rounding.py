@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from shardfx.testing import check_step
 from tests.testing.placed import cut, some
@@ -21,34 +21,49 @@ def statistics(x, y):
     """Differences that are 0 in one order of summation, and tiny in others."""
     rows = x.sum(0)
     columns = x.sum(1)
+    running_sums = jnp.cumsum(x, axis=0)
+    product = x @ y.T
+    turned_product = y @ x.T
     return {
         "deviation": x.std(),
         "variance": jnp.var(x, axis=0),
         "centred": x - x.mean(),
         "sums": rows.sum() - columns.sum(),
-        "running": jnp.cumsum(x, axis=0)[-1] - rows,
-        "product": x @ y.T - (y @ x.T).T,
+        "running": running_sums[-1] - rows,
+        "product": product - turned_product.T,
     }
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["float32", "float64"])
 def test_sums_that_cancel_are_not_accused(is_wide, mesh):
+    dtype = jnp.float32
+    if is_wide:
+        dtype = jnp.float64
+    most_allowed = 1e5 * float(jnp.finfo(dtype).eps)
     with jax.enable_x64(is_wide):
-        dtype = jnp.float64 if is_wide else jnp.float32
-        x = cut(jnp.full((64, 96), 0.1, dtype), "d", "t", mesh=mesh)
-        y = cut(jnp.full((64, 96), 0.3, dtype), "t", mesh=mesh)
+        tenths = jnp.full((64, 96), 0.1, dtype)
+        x = cut(tenths, "d", "t", mesh=mesh)
+        other_tenths = jnp.full((64, 96), 0.3, dtype)
+        y = cut(other_tenths, "t", mesh=mesh)
         check = check_step(statistics, x, y)
         assert check, str(check)
         for output in check.outputs:
-            assert output.allowed < 1e5 * float(jnp.finfo(dtype).eps)
+            assert output.allowed < most_allowed
+
+
+def log_probabilities(x, weights):
+    hidden = jnp.tanh(x @ weights)
+    return jax.nn.log_softmax(hidden @ weights.T)
 
 
 def divergence(policy, reference, x):
     """What a policy's distance from its reference is, which it equals at the start."""
-    log_policy = jax.nn.log_softmax(jnp.tanh(x @ policy) @ policy.T)
-    log_reference = jax.nn.log_softmax(jnp.tanh(x @ reference) @ reference.T)
+    log_policy = log_probabilities(x, policy)
+    log_reference = log_probabilities(x, reference)
     ratios = jnp.exp(log_policy) * (log_policy - log_reference)
-    return jnp.mean(ratios.sum(-1)), log_policy.mean() - log_reference.mean()
+    kl_divergence = jnp.mean(ratios.sum(-1))
+    difference_of_means = log_policy.mean() - log_reference.mean()
+    return kl_divergence, difference_of_means
 
 
 def test_equal_weights_that_lie_otherwise_are_not_accused(mesh):
@@ -58,21 +73,28 @@ def test_equal_weights_that_lie_otherwise_are_not_accused(mesh):
     x = cut(some(8, 16), "d", mesh=mesh)
     check = check_step(divergence, policy, reference, x)
     assert check, str(check)
-    assert all(output.allowed < 1e-3 for output in check.outputs)
+    for output in check.outputs:
+        assert output.allowed < 1e-3
 
 
 def transforms(x):
     spectrum = jnp.fft.fft(x, axis=-1)
-    mixed = jnp.fft.ifft(jnp.fft.fft(spectrum, axis=0) * (1 + 2j), axis=0)
-    product = spectrum @ x.T.astype(spectrum.dtype)
-    return spectrum, jnp.abs(mixed), mixed.imag - 2 * mixed.real, product
+    both_spectra = jnp.fft.fft(spectrum, axis=0)
+    mixed = jnp.fft.ifft(both_spectra * (1 + 2j), axis=0)
+    difference = mixed.imag - 2 * mixed.real
+    columns = x.T.astype(spectrum.dtype)
+    product = spectrum @ columns
+    return spectrum, jnp.abs(mixed), difference, product
 
 
 def test_complex_numbers_round(mesh):
-    for array in (jnp.full((8, 12), 0.1), some(8, 12)):
-        check = check_step(transforms, cut(array, "d", "t", mesh=mesh))
+    constant = jnp.full((8, 12), 0.1)
+    for array in (constant, some(8, 12)):
+        x = cut(array, "d", "t", mesh=mesh)
+        check = check_step(transforms, x)
         assert check, str(check)
-        assert all(output.allowed < 0.1 for output in check.outputs)
+        for output in check.outputs:
+            assert output.allowed < 0.1
 
 
 def standardized(x, w):
@@ -81,25 +103,39 @@ def standardized(x, w):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_variance_that_bfloat16_hardly_has_is_not_accused(seed, mesh):
-    numbers = 8 + jax.random.normal(jax.random.key(seed), (16, 32))
+    key = jax.random.key(seed)
+    numbers = 8 + jax.random.normal(key, (16, 32))
     x = cut(numbers.astype(jnp.bfloat16), "d", "t", mesh=mesh)
-    w = cut(some(32, 8).astype(jnp.bfloat16), "t", mesh=mesh)
+    weights = some(32, 8, dtype=jnp.bfloat16)
+    w = cut(weights, "t", mesh=mesh)
     check = check_step(standardized, x, w)
     assert check, str(check)
+
+
+# The factor by which a mistake multiplies the numbers of one device.
+FACTORS = {
+    "doubled": 2.0,
+    "left out": 0.0,
+    "a hundredth": 1.01,
+}
 
 
 def with_mistake(mesh, name):
     """A function that makes a mistake on one of two devices along "d"."""
 
     def body(x):
-        is_second = lax.axis_index("d") == 1
         if name == "swapped":
             return lax.ppermute(x, "d", [(0, 1), (1, 0)])
-        factor = {"doubled": 2.0, "left out": 0.0, "a hundredth": 1.01}[name]
-        return jnp.where(is_second, x * jnp.asarray(factor, x.dtype), x)
+        factor = jnp.asarray(FACTORS[name], x.dtype)
+        is_second = lax.axis_index("d") == 1
+        return jnp.where(is_second, x * factor, x)
 
     return jax.shard_map(
-        body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
     )
 
 
@@ -109,34 +145,58 @@ def test_a_mistake_beside_sums_that_cancel_is_found(name, dtype, mesh):
     mistake = with_mistake(mesh, name)
     numbers = 8 + some(16, 32)
     x = cut(numbers.astype(dtype), "d", "t", mesh=mesh)
-    w = cut(some(32, 8).astype(dtype), "t", mesh=mesh)
-    step = lambda x, w: standardized(x, w) - standardized(x, w).mean(0)
-    wrong = lambda x, w: step(mistake(x) if name == "swapped" else x, w) + 0 * x[:, :8]
-    if name != "swapped":
-        wrong = lambda x, w: mistake(standardized(x, w)) - standardized(x, w).mean(0)
+    weights = some(32, 8, dtype=dtype)
+    w = cut(weights, "t", mesh=mesh)
+
+    def step(x, w):
+        rows = standardized(x, w)
+        return rows - rows.mean(0)
+
+    def wrong(x, w):
+        if name == "swapped":
+            return step(mistake(x), w) + 0 * x[:, :8]
+        rows = standardized(x, w)
+        return mistake(rows) - rows.mean(0)
+
     check = check_step(wrong, x, w, reference=step)
     assert not check, str(check)
 
 
 def test_a_mistake_that_float32_hides_is_found_in_float64(mesh):
     """The mean is so large that float32 leaves little of the variance."""
-    x = cut(300 + some(16, 32), "d", "t", mesh=mesh)
+    numbers = 300 + some(16, 32)
+    x = cut(numbers, "d", "t", mesh=mesh)
     w = cut(some(32, 8), "t", mesh=mesh)
     assert check_step(standardized, x, w)
     mistake = with_mistake(mesh, "a hundredth")
-    wrong = lambda x, w: mistake(standardized(x, w))
+
+    def wrong(x, w):
+        return mistake(standardized(x, w))
+
     assert not check_step(wrong, x, w, reference=standardized)
 
 
 def test_a_sum_of_whole_numbers_has_no_error(mesh):
-    ones = np.arange(64 * 96).reshape(64, 96) % 3 == 0
-    sharding = NamedSharding(mesh, P("d", "t"))
-    x = jax.device_put(jnp.asarray(ones, jnp.float32), sharding)
-    step = lambda x: (jnp.floor(x.sum()), jnp.cumsum(x, 0), x @ x.T)
+    numbers = np.arange(64 * 96).reshape(64, 96)
+    is_counted = numbers % 3 == 0
+    ones = jnp.asarray(is_counted, jnp.float32)
+    x = cut(ones, "d", "t", mesh=mesh)
+
+    def step(x):
+        count = jnp.floor(x.sum())
+        running_counts = jnp.cumsum(x, 0)
+        return count, running_counts, x @ x.T
+
     check = check_step(step, x)
     assert check, str(check)
     for output in check.outputs:
         assert output.allowed < 0.01
-    # A row that counts twice.
-    twice = lambda x: jnp.floor(x.sum() + x[0].sum())
-    assert not check_step(twice, x, reference=lambda x: jnp.floor(x.sum()))
+
+    def count_of(x):
+        return jnp.floor(x.sum())
+
+    def with_a_row_twice(x):
+        first_row = x[0]
+        return jnp.floor(x.sum() + first_row.sum())
+
+    assert not check_step(with_a_row_twice, x, reference=count_of)

@@ -11,38 +11,51 @@ from shardfx.testing import check_step
 
 
 def test_a_training_step_of_structs_is_made_small_and_run():
-    rules = [("embed", "d"), ("mlp", "t"), ("vocab", "t"), ("batch", "d")]
-    axes = sfx.AxisRules(rules)
-    shapes = {
+    mesh = sfx.MeshSpec({"d": 2, "t": 4})
+    axes = sfx.AxisRules(
+        [
+            ("embed", "d"),
+            ("mlp", "t"),
+            ("vocab", "t"),
+            ("batch", "d"),
+        ]
+    )
+    names = {
         "table": ("vocab", "embed"),
         "up": ("embed", "mlp"),
         "down": ("mlp", "embed"),
     }
     sizes = {"vocab": 32_000, "embed": 512, "mlp": 2048}
-    structs = {
-        k: jax.ShapeDtypeStruct(tuple(sizes[struct] for struct in v), jnp.float32)
-        for k, v in shapes.items()
-    }
-    plan = sfx.plan(structs, sfx.MeshSpec({"d": 2, "t": 4}), names=shapes, axes=axes)
+    structs = {}
+    for path, names_of_dims in names.items():
+        shape = tuple(sizes[name] for name in names_of_dims)
+        structs[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    plan = sfx.plan(structs, mesh, names=names, axes=axes)
     sharding = plan.sharding(("batch", None))
     tokens = jax.ShapeDtypeStruct((64, 4096), jnp.int32, sharding=sharding)
     seen = []
 
     def loss(w, tokens):
         seen.append(tokens.shape)
-        x = w["table"][tokens]
-        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
-        return -jnp.mean(jax.nn.log_softmax(x @ w["table"].T))
+        table = w["table"]
+        x = table[tokens]
+        hidden = jax.nn.gelu(x @ w["up"])
+        x = x + hidden @ w["down"]
+        log_probabilities = jax.nn.log_softmax(x @ table.T)
+        return -jnp.mean(log_probabilities)
+
+    def descended(weight, gradient):
+        return weight - 0.1 * gradient
 
     def step(w, tokens):
         value, gradients = jax.value_and_grad(loss)(w, tokens)
-        return value, jax.tree.map(lambda a, b: a - 0.1 * b, w, gradients)
+        return value, jax.tree.map(descended, w, gradients)
 
     check = check_step(step, plan.structs, tokens, shrink=True)
     assert check, str(check)
     assert max(seen[-1]) < 32
-    for struct in check.outputs:
-        assert np.isfinite(struct.allowed)
+    for output in check.outputs:
+        assert np.isfinite(output.allowed)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +63,14 @@ def test_a_training_step_of_structs_is_made_small_and_run():
 )
 def test_a_size_that_a_step_needs_is_not_shrunk(shape, small):
     mesh = sfx.MeshSpec({"d": 8}).abstract()
+    rows = NamedSharding(mesh, P("d"))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
     seen = []
-    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("d")))
 
     def step(x):
         seen.append(x.shape)
-        elements = x.reshape(*x.shape[:-1], 12, 8)
+        *leading_sizes, _ = x.shape
+        elements = x.reshape(*leading_sizes, 12, 8)
         return jnp.sum(elements, axis=1)
 
     assert check_step(step, x, shrink=True)
@@ -63,12 +78,9 @@ def test_a_size_that_a_step_needs_is_not_shrunk(shape, small):
 
 
 def test_structs_need_devices():
-    sharding = NamedSharding(sfx.MeshSpec({"d": 16}).abstract(), P("d"))
-    x = jax.ShapeDtypeStruct(
-        (16, 4),
-        jnp.float32,
-        sharding=sharding,
-    )
+    mesh = sfx.MeshSpec({"d": 16}).abstract()
+    sharding = NamedSharding(mesh, P("d"))
+    x = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=sharding)
     with pytest.raises(
         sfx.errors.MeshError,
         match=r"for 16 devices, and 8 are here.*jax_num_cpu_devices",
@@ -78,7 +90,8 @@ def test_structs_need_devices():
 
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_structs_of_keys_are_keys_of_their_kind(kind):
-    keys = jax.random.split(jax.random.key(0, impl=kind), 8)
+    key = jax.random.key(0, impl=kind)
+    keys = jax.random.split(key, 8)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("d"))
     structs = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)

@@ -27,8 +27,11 @@ def noise_of_seed(kind=NARROW, seed=1, units=1.0):
 def in_float64(numbers, dtype, kind: Any = NARROW, seed=1, units=1.0):
     """The numbers with rounding to `dtype`."""
     with jax.enable_x64(True):
-        noise = noise_of_seed(kind, seed, units)
-        result = rounded(jnp.asarray(numbers), jnp.dtype(dtype), noise)
+        result = rounded(
+            jnp.asarray(numbers),
+            jnp.dtype(dtype),
+            noise_of_seed(kind, seed, units),
+        )
         return np.asarray(result)
 
 
@@ -101,7 +104,8 @@ def test_rounding_makes_no_infinity_and_no_nan(seed):
 def test_the_wide_kind_rounds_to_float64():
     numbers = random_numbers()
     expected = in_float64(numbers, "float64")
-    assert_array_equal(in_float64(numbers, "bfloat16", WIDE), expected)
+    result = in_float64(numbers, "bfloat16", WIDE)
+    assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("kind", [NARROW, WIDE])
@@ -109,7 +113,9 @@ def test_the_wide_kind_rounds_to_float64():
 def test_a_traced_kind_rounds_as_a_constant_one(dtype, kind):
     numbers = random_numbers()
     expected = in_float64(numbers, dtype, kind)
-    assert_array_equal(in_float64(numbers, dtype, np.array(kind)), expected)
+    traced_kind = np.array(kind)
+    result = in_float64(numbers, dtype, traced_kind)
+    assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,26 +128,33 @@ def test_no_units_are_no_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_coarse_numbers_are_as_many_units_further(dtype):
-    numbers = 1 + np.random.default_rng(0).random(1000) / 2
-    units = np.abs(in_float64(numbers, dtype, units=8.0) - numbers)
-    units /= float(jnp.finfo(dtype).eps)
+    generator = np.random.default_rng(0)
+    numbers = 1 + generator.random(1000) / 2
+    result = in_float64(numbers, dtype, units=8.0)
+    distances = np.abs(result - numbers)
+    units = distances / float(jnp.finfo(dtype).eps)
     assert units.min() >= 7
     assert units.max() <= 8
 
 
 def test_a_short_number_of_float64_is_exact():
-    numbers = np.array([0.25, 3.0, -1e6, 2.0**52, 0.1, 1 / 3])
-    result = in_float64(numbers, "float64")
-    assert_array_equal(result[:4], numbers[:4])
-    assert (result[4:] != numbers[4:]).all()
+    short_numbers = np.array([0.25, 3.0, -1e6, 2.0**52])
+    result = in_float64(short_numbers, "float64")
+    assert_array_equal(result, short_numbers)
+    long_numbers = np.array([0.1, 1 / 3])
+    result = in_float64(long_numbers, "float64")
+    assert (result != long_numbers).all()
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_a_complex_number_is_rounded_by_its_absolute_value(dtype):
     generator = np.random.default_rng(0)
-    numbers = generator.standard_normal(1000) + 1e-9j * generator.standard_normal(1000)
+    real_parts = generator.standard_normal(1000)
+    imaginary_parts = 1e-9 * generator.standard_normal(1000)
+    numbers = real_parts + 1j * imaginary_parts
     result = in_float64(numbers, dtype)
-    distances = np.abs((result - numbers).imag) / np.abs(numbers)
+    errors = np.abs(result.imag - numbers.imag)
+    distances = errors / np.abs(numbers)
     eps = float(jnp.finfo(dtype).eps)
     assert distances.max() <= eps
     assert distances.min() > eps / 4
@@ -150,19 +163,25 @@ def test_a_complex_number_is_rounded_by_its_absolute_value(dtype):
 
 
 def test_numbers_are_moved_up_as_often_as_down():
-    numbers = np.array([0.0] * 1000 + [1.0] * 1000)
-    distances = np.random.default_rng(0).random(2000)
+    numbers = np.repeat([0.0, 1.0], 1000)
+    generator = np.random.default_rng(0)
+    distances = generator.random(2000)
     with jax.enable_x64(True):
-        result = np.asarray(moved(jnp.asarray(numbers), distances, noise_of_seed()))
-    np.testing.assert_allclose(np.abs(result - numbers), distances, rtol=1e-12)
-    for part in (slice(1000), slice(1000, None)):
-        assert 0.4 < np.mean(result[part] > numbers[part]) < 0.6
+        array = jnp.asarray(numbers)
+        result = np.asarray(moved(array, distances, noise_of_seed()))
+    actual = np.abs(result - numbers)
+    np.testing.assert_allclose(actual, distances, rtol=1e-12)
+    is_up = result > numbers
+    shares_up = is_up.reshape(2, 1000).mean(axis=1)
+    assert (shares_up > 0.4).all()
+    assert (shares_up < 0.6).all()
 
 
 def test_a_number_is_a_multiple_of_its_lowest_bit():
     numbers = np.array([1.0, -5.5, 96.0, 0.1, 0.0, np.inf, np.nan])
     with jax.enable_x64(True):
-        lowest = np.asarray(lowest_bits(jnp.asarray(numbers)))
+        array = jnp.asarray(numbers)
+        lowest = np.asarray(lowest_bits(array))
     assert_array_equal(lowest[:3], [1.0, 0.5, 32.0])
     assert lowest[3] == 2.0**-55
     assert_array_equal(lowest[4:], [np.inf, 0.0, 0.0])
