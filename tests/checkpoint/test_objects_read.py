@@ -69,10 +69,10 @@ def test_a_set_of_files_is_loaded_under_any_plan(server, mesh, rule):
     index = checkpoint.read_index(place)
     assert index.format == "safetensors"
     assert "endpoint" not in str(index)
-    made = planned(index, mesh, rule)
-    require_equal(checkpoint.load(place, made), tensors)
-    require_equal(checkpoint.load(index, made), tensors)
-    half = checkpoint.load(place, made, dtype=jnp.bfloat16)
+    sharding_plan = planned(index, mesh, rule)
+    require_equal(checkpoint.load(place, sharding_plan), tensors)
+    require_equal(checkpoint.load(index, sharding_plan), tensors)
+    half = checkpoint.load(place, sharding_plan, dtype=jnp.bfloat16)
     assert half["l.1"].dtype == jnp.bfloat16
     assert np.allclose(np.asarray(half["l.1"], np.float32), tensors["l.1"], rtol=0.01)
 
@@ -176,9 +176,9 @@ def test_neighbours_are_one_request(behind_proxy, mesh):
     tensors = {f"l.{i:02}": np.full((64, 64), i, np.float32) for i in range(40)}
     server.put("near/model.safetensors", save(tensors))
     index = checkpoint.read_index(server.place("near"))
-    made = planned(index, mesh, P("x"))
+    sharding_plan = planned(index, mesh, P("x"))
     proxy.clear()
-    require_equal(checkpoint.load(index, made), tensors)
+    require_equal(checkpoint.load(index, sharding_plan), tensors)
     ranges = [text for _, _, text in proxy.seen if text]
     # Beside it, the byte behind the last tensor is asked for.
     assert len(ranges) == 2
@@ -239,10 +239,10 @@ def test_what_the_store_refuses_has_a_message(behind_proxy, kind):
     proxy.fault = lambda method, path, number: answer
     with pytest.raises(CheckpointError, match=text) as caught:
         checkpoint.read_index(server.place("refused"))
-    told = str(caught.value)
-    assert "s3://bucket/refused/model.safetensors.index.json" in told
-    assert ACCESS_KEY not in told
-    assert SECRET_KEY not in told
+    message = str(caught.value)
+    assert "s3://bucket/refused/model.safetensors.index.json" in message
+    assert ACCESS_KEY not in message
+    assert SECRET_KEY not in message
 
 
 def test_credentials_that_are_not_there_have_a_message(s3, monkeypatch):
@@ -267,13 +267,13 @@ def test_faults_that_pass_are_repeated(behind_proxy, mesh):
     tensors = arrays()
     server.put("flaky/model.safetensors", save(tensors))
     index = checkpoint.read_index(server.place("flaky"))
-    made = planned(index, mesh, P("x"))
+    sharding_plan = planned(index, mesh, P("x"))
     for fault in ((503, "<Error><Code>SlowDown</Code></Error>"), "reset", "short"):
         proxy.clear()
         proxy.fault = lambda method, path, number, fault=fault: (
             fault if number == 0 else None
         )
-        require_equal(checkpoint.load(index, made), tensors)
+        require_equal(checkpoint.load(index, sharding_plan), tensors)
         assert len(proxy.seen) > 1
 
 
@@ -294,7 +294,7 @@ def test_chunks_that_stall_are_an_error_in_time(behind_proxy, mesh, tmp_path):
     write_zarr(tmp_path, np.ones((8, 16), np.float32))
     server.put_directory("slow", tmp_path)
     index = checkpoint.read_index(server.place("slow"))
-    made = planned(index, mesh, P())
+    sharding_plan = planned(index, mesh, P())
     looks = it.count(1)
 
     def stall_after_the_look(method, path, number):
@@ -305,22 +305,22 @@ def test_chunks_that_stall_are_an_error_in_time(behind_proxy, mesh, tmp_path):
     with pytest.raises(
         CheckpointError, match="array w' got no answer in time; the sto"
     ):
-        checkpoint.load(index, made, timeout_seconds=0.3)
+        checkpoint.load(index, sharding_plan, timeout_seconds=0.3)
     proxy.fault = lambda method, path, number: "stall" if "zarray" in path else None
     with pytest.raises(CheckpointError, match="w/.zarray' at .* made no progress for"):
-        checkpoint.load(index, made, timeout_seconds=0.3)
+        checkpoint.load(index, sharding_plan, timeout_seconds=0.3)
 
 
 def test_an_object_that_changes_between_two_reads(server, mesh):
     server.put("changing/model.safetensors", save(arrays()))
     index = checkpoint.read_index(server.place("changing"))
-    made = planned(index, mesh, P("x"))
+    sharding_plan = planned(index, mesh, P("x"))
     tensors = arrays()
     server.put("changing/model.safetensors", save(tensors))
     with pytest.raises(CheckpointError, match="was replaced since its header was read"):
-        checkpoint.load(index, made)
+        checkpoint.load(index, sharding_plan)
     # A path is read again from its header on.
-    require_equal(checkpoint.load(server.place("changing"), made), tensors)
+    require_equal(checkpoint.load(server.place("changing"), sharding_plan), tensors)
 
 
 def test_a_database_that_is_replaced_after_its_index(server, mesh, tmp_path):
@@ -328,13 +328,14 @@ def test_a_database_that_is_replaced_after_its_index(server, mesh, tmp_path):
     write_database(tmp_path / "old", value)
     server.put_directory("database", tmp_path / "old")
     index = checkpoint.read_index(server.place("database"))
-    made = planned(index, mesh, P("x"))
-    require_equal(checkpoint.load(index, made), {"w": value})
+    sharding_plan = planned(index, mesh, P("x"))
+    require_equal(checkpoint.load(index, sharding_plan), {"w": value})
     write_database(tmp_path / "new", 2 * value)
     server.put_directory("database", tmp_path / "new")
     with pytest.raises(CheckpointError, match="was replaced since its header was read"):
-        checkpoint.load(index, made)
-    require_equal(checkpoint.load(server.place("database"), made), {"w": 2 * value})
+        checkpoint.load(index, sharding_plan)
+    loaded = checkpoint.load(server.place("database"), sharding_plan)
+    require_equal(loaded, {"w": 2 * value})
 
 
 def test_chunks_that_change_while_they_are_read(behind_proxy, mesh, tmp_path):
@@ -344,7 +345,7 @@ def test_chunks_that_change_while_they_are_read(behind_proxy, mesh, tmp_path):
     write_database(tmp_path / "new", 2 * value)
     server.put_directory("beside", tmp_path / "old")
     index = checkpoint.read_index(server.place("beside"))
-    made = planned(index, mesh, P())
+    sharding_plan = planned(index, mesh, P())
     manifests = it.count(1)
 
     def replace_after_the_look(method, path, number):
@@ -354,7 +355,7 @@ def test_chunks_that_change_while_they_are_read(behind_proxy, mesh, tmp_path):
 
     proxy.fault = replace_after_the_look
     with pytest.raises(CheckpointError, match="was replaced since its header was read"):
-        checkpoint.load(index, made)
+        checkpoint.load(index, sharding_plan)
 
 
 def test_a_truncated_object(server, mesh):
@@ -372,8 +373,8 @@ def test_a_truncated_object(server, mesh):
 
 def test_an_object_that_goes_on_behind_its_tensors(server, mesh):
     data = save(arrays())
-    for more in (1, 1000):
-        server.put("long/model.safetensors", data + bytes(more))
+    for surplus_bytes in (1, 1000):
+        server.put("long/model.safetensors", data + bytes(surplus_bytes))
         index = checkpoint.read_index(server.place("long"))
         text = f"goes on behind its last tensor, which ends at byte {len(data)}; it is"
         with pytest.raises(CheckpointError, match=text):
@@ -464,10 +465,10 @@ def test_nothing_there(server):
 def test_a_spec_in_memory_and_a_path_as_a_spec(mesh, tmp_path):
     tensors = arrays(2)
     save_file(tensors, tmp_path / "model.safetensors")
-    made = planned(checkpoint.read_index(tmp_path), mesh, P())
+    sharding_plan = planned(checkpoint.read_index(tmp_path), mesh, P())
     file = {"driver": "file", "path": f"{tmp_path}/"}
-    require_equal(checkpoint.load(file, made), tensors)
-    require_equal(checkpoint.load(f"file://{tmp_path}", made), tensors)
+    require_equal(checkpoint.load(file, sharding_plan), tensors)
+    require_equal(checkpoint.load(f"file://{tmp_path}", sharding_plan), tensors)
 
 
 def test_a_limit_that_is_too_small(server, mesh):
@@ -485,9 +486,9 @@ def test_requests_over_pieces_of_8_mebibytes(behind_proxy, mesh, mebibytes):
     tensors = {"w": np.arange(nbytes, dtype=np.uint8)}
     server.put(f"pieces/{mebibytes}/model.safetensors", save(tensors))
     index = checkpoint.read_index(server.place(f"pieces/{mebibytes}"))
-    made = planned(index, mesh, P())
+    sharding_plan = planned(index, mesh, P())
     proxy.clear()
-    require_equal(checkpoint.load(index, made), tensors)
+    require_equal(checkpoint.load(index, sharding_plan), tensors)
     bounds = [
         [int(text) for text in ranges.removeprefix("bytes=").split("-")]
         for _, _, ranges in proxy.seen
@@ -507,10 +508,10 @@ def test_planned_reads_of_many_arrays_are_those_of_a_load(behind_proxy, mesh, sp
     tensors["l.100"] = np.zeros((8, 2**14), np.float32)
     server.put(f"planned/{spec}/model.safetensors", save(tensors))
     index = checkpoint.read_index(server.place(f"planned/{spec}"))
-    made = planned(index, mesh, spec).select("l.0|l.15|l.19")
-    reads = checkpoint.plan_reads(index, made, unread="allow")
+    sharding_plan = planned(index, mesh, spec).select("l.0|l.15|l.19")
+    reads = checkpoint.plan_reads(index, sharding_plan, unread="allow")
     proxy.clear()
-    checkpoint.load(index, made, unread="allow")
+    checkpoint.load(index, sharding_plan, unread="allow")
     bounds = [
         [int(text) for text in ranges.removeprefix("bytes=").split("-")]
         for _, _, ranges in proxy.seen
@@ -525,11 +526,12 @@ def test_planned_reads_of_many_arrays_are_those_of_a_load(behind_proxy, mesh, sp
 def test_the_host_of_a_files_url_is_this_machine(mesh, tmp_path):
     tensors = arrays(2)
     save_file(tensors, tmp_path / "model.safetensors")
-    made = planned(checkpoint.read_index(tmp_path), mesh, P())
-    require_equal(checkpoint.load(f"file://localhost{tmp_path}", made), tensors)
+    sharding_plan = planned(checkpoint.read_index(tmp_path), mesh, P())
+    loaded = checkpoint.load(f"file://localhost{tmp_path}", sharding_plan)
+    require_equal(loaded, tensors)
     for place in (f"file://other{tmp_path}", "file://run/step-1"):
         host = place[7:].partition("/")[0]
         with pytest.raises(
             CheckpointError, match=f"names the host '{host}', and files"
         ):
-            checkpoint.load(place, made)
+            checkpoint.load(place, sharding_plan)

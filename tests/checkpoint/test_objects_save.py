@@ -48,8 +48,8 @@ def state_of(mesh, value=0.0):
         "step": int(value),
     }
     rules = [("w|keys", P("x")), ("columns", P(None, "x")), (".*", P())]
-    made = shardfx.plan(tree, mesh, paths=PathRules(rules))
-    return shardfx.shard(tree, made), made
+    sharding_plan = shardfx.plan(tree, mesh, paths=PathRules(rules))
+    return shardfx.shard(tree, sharding_plan), sharding_plan
 
 
 def require_same(loaded, tree):
@@ -69,9 +69,9 @@ def require_same(loaded, tree):
 def test_a_plan_is_read_without_the_right_to_list(behind_proxy, mesh):
     """Without it, S3 denies objects that are missing, too."""
     server, proxy = behind_proxy
-    tree, made = state_of(mesh, 5.0)
+    tree, sharding_plan = state_of(mesh, 5.0)
     place = server.place("unlisted-plan")
-    checkpoint.save(place, tree, made)
+    checkpoint.save(place, tree, sharding_plan)
     held = server.keys("unlisted-plan/")
     denied = (403, "<Error><Code>AccessDenied</Code></Error>")
 
@@ -80,18 +80,18 @@ def test_a_plan_is_read_without_the_right_to_list(behind_proxy, mesh):
         return None if is_held else denied
 
     proxy.fault = fault
-    assert checkpoint.saved_plan(place).digest == made.digest
+    assert checkpoint.saved_plan(place).digest == sharding_plan.digest
 
 
 @pytest.mark.parametrize("file_bytes", [None, 100], ids=["whole", "in parts"])
 def test_a_state_comes_back(server, mesh, file_bytes, tmp_path):
-    tree, made = state_of(mesh, 5.0)
+    tree, sharding_plan = state_of(mesh, 5.0)
     name = f"state-{file_bytes}"
     place = server.place(name)
-    checkpoint.save(place, tree, made, file_bytes=file_bytes)
-    require_same(checkpoint.load(place, made), tree)
+    checkpoint.save(place, tree, sharding_plan, file_bytes=file_bytes)
+    require_same(checkpoint.load(place, sharding_plan), tree)
     require_same(checkpoint.load(place, tree), tree)
-    assert checkpoint.saved_plan(place).digest == made.digest
+    assert checkpoint.saved_plan(place).digest == sharding_plan.digest
     index = checkpoint.read_index(place)
     # Each array is stored once, however it lies.
     expected = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
@@ -100,21 +100,21 @@ def test_a_state_comes_back(server, mesh, file_bytes, tmp_path):
     rows = shardfx.plan(checkpoint.structs(index), mesh, paths=rules, unused="allow")
     other = checkpoint.load(place, rows, unread="allow")
     assert np.array_equal(np.asarray(other["columns"]), np.asarray(tree["columns"]))
-    reads = checkpoint.plan_reads(index, made, unread="allow")
+    reads = checkpoint.plan_reads(index, sharding_plan, unread="allow")
     assert reads.needed_bytes == reads.read_bytes
     # What was copied to a disk is a checkpoint, too.
     for key in server.keys(f"{name}/"):
         file = tmp_path / key
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(server.store().read(f"{name}/{key}").result().value)
-    require_same(checkpoint.load(tmp_path, made), tree)
-    assert checkpoint.saved_plan(tmp_path).digest == made.digest
+    require_same(checkpoint.load(tmp_path, sharding_plan), tree)
+    assert checkpoint.saved_plan(tmp_path).digest == sharding_plan.digest
     with pytest.raises(
         CheckpointError, match="exists, and nothing was changed; save to"
     ):
-        checkpoint.save(place, tree, made)
+        checkpoint.save(place, tree, sharding_plan)
     with pytest.raises(CheckpointError, match="is no size of an object"):
-        checkpoint.save(place, tree, made, file_bytes=6 * 2**30)
+        checkpoint.save(place, tree, sharding_plan, file_bytes=6 * 2**30)
 
 
 def test_other_libraries_read_whole_arrays(s3, mesh):
@@ -141,23 +141,24 @@ def test_one_object_is_one_file(server, mesh):
 
 
 def test_of_two_savers_the_later_is_told(s3, mesh, monkeypatch):
-    tree, made = state_of(mesh)
+    tree, sharding_plan = state_of(mesh)
     place = s3.place("twice")
     commit = saving.ObjectSave.commit
     other = []
 
-    def later(own, texts):
+    def later(save, texts):
         if not other:
             other.append(True)
-            checkpoint.save(place, state_of(mesh, 9.0)[0], made)
-        return commit(own, texts)
+            tree_of_other, _ = state_of(mesh, 9.0)
+            checkpoint.save(place, tree_of_other, sharding_plan)
+        return commit(save, texts)
 
     monkeypatch.setattr(saving.ObjectSave, "commit", later)
     with pytest.raises(
         CheckpointError, match="appeared while this was saving, from ano"
     ):
-        checkpoint.save(place, tree, made)
-    require_same(checkpoint.load(place, made), state_of(mesh, 9.0)[0])
+        checkpoint.save(place, tree, sharding_plan)
+    require_same(checkpoint.load(place, sharding_plan), state_of(mesh, 9.0)[0])
     # The later one took its data away.
     data = {key.partition("/")[0] for key in s3.keys("twice/")}
     assert len(data) == 2
@@ -191,9 +192,9 @@ def strict_gcs(gcs, monkeypatch):
     there = set()
     # TensorStore asks for the address of Google's API once for each bucket that is open
     # in the process.
-    own = dataclasses.replace(gcs, bucket="strict")
-    make_gcs_bucket(own)
-    with proxied(own) as (server, proxy):
+    strict_gcs = dataclasses.replace(gcs, bucket="strict")
+    make_gcs_bucket(strict_gcs)
+    with proxied(strict_gcs) as (server, proxy):
 
         def fault(method, path, number):
             if method != "POST":
@@ -290,11 +291,11 @@ def test_a_killed_saver_leaves_whole_steps_and_what_clean_finds(s3):
         assert (np.asarray(loaded["a"]) == number).all()
         assert (np.asarray(loaded["b"]) == number).all()
     place = s3.place("killed")
-    left = checkpoint.left_over(place, older_than_seconds=0, remove=True)
+    removed = checkpoint.left_over(place, older_than_seconds=0, remove=True)
     assert not checkpoint.left_over(place, older_than_seconds=3600)
-    for one in left:
-        assert one.nbytes > 0
-        assert one.target.startswith("s3://bucket/killed/step-")
+    for remainder in removed:
+        assert remainder.nbytes > 0
+        assert remainder.target.startswith("s3://bucket/killed/step-")
     assert not checkpoint.left_over(place, older_than_seconds=0)
     for name in names:
         checkpoint.load(f"{base}/{name}?{query}", struct)
@@ -308,17 +309,17 @@ def test_the_data_of_a_killed_save_is_no_step_of_a_run(server):
     )
     with pytest.raises(CheckpointError, match=text):
         checkpoint.read_index(server.place("begun/step-3"))
-    (left,) = checkpoint.left_over(server.place("begun/step-3"))
-    assert left.target.endswith("begun/step-3")
+    (remainder,) = checkpoint.left_over(server.place("begun/step-3"))
+    assert remainder.target.endswith("begun/step-3")
 
 
 def test_a_manager_keeps_steps_in_a_store(server, mesh):
-    tree, made = state_of(mesh)
+    tree, sharding_plan = state_of(mesh)
     with checkpoint.Manager(server.place("run"), keep=2) as manager:
         assert manager.latest() is None
         assert manager.steps() == ()
         for step in range(1, 5):
-            manager.save(step, {**tree, "step": step}, made)
+            manager.save(step, {**tree, "step": step}, sharding_plan)
     assert manager.steps() == (3, 4)
     assert manager.latest() == 4
     assert manager.load(tree)["step"] == 4
@@ -366,28 +367,28 @@ def test_a_store_that_refuses_a_save(behind_proxy, mesh):
 
 
 def test_data_that_was_cleaned_away_is_no_step(s3, mesh, monkeypatch):
-    tree, made = state_of(mesh)
+    tree, sharding_plan = state_of(mesh)
     place = s3.place("cleaned")
     commit = saving.ObjectSave.commit
 
-    def cleaned(own, texts):
+    def cleaned(save, texts):
         checkpoint.left_over(place, older_than_seconds=0, remove=True)
-        return commit(own, texts)
+        return commit(save, texts)
 
     monkeypatch.setattr(saving.ObjectSave, "commit", cleaned)
     with pytest.raises(
         CheckpointError, match="was removed while the save was under way"
     ):
-        checkpoint.save(place, tree, made)
+        checkpoint.save(place, tree, sharding_plan)
     assert not s3.keys("cleaned/")
 
 
 def test_a_listing_that_lags_hides_no_object(s3, mesh, monkeypatch):
     monkeypatch.setattr(saving.ObjectPlace, "keys_below", lambda place, path: ())
-    tree, made = state_of(mesh)
+    tree, sharding_plan = state_of(mesh)
     with checkpoint.Manager(s3.place("lags"), keep=1) as manager:
         for step in (1, 2):
-            manager.save(step, {**tree, "step": step}, made)
+            manager.save(step, {**tree, "step": step}, sharding_plan)
             manager.wait()
         assert manager.steps() == (2,)
         assert manager.latest() == 2

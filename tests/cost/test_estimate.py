@@ -17,22 +17,19 @@ from tests.cost.estimated_steps import SPEC, STEPS, constrained, layers, struct,
 from tests.programs import parse_hlo, step_of
 
 
-def listed(step, *args, **more):
-    rows = estimate(step, *args, **more).rows
-    rows_listed = []
-    for row in rows:
-        rows_listed.append((row.kind, row.axes, row.wire_bytes, row.calls))
-    return rows_listed
+def listed(step, *args, **options):
+    rows = estimate(step, *args, **options).rows
+    return [(row.kind, row.axes, row.wire_bytes, row.calls) for row in rows]
 
 
-def sums(made):
+def sums(sent):
     """The bytes of each kind of collective along each tuple of mesh axes."""
-    found = {}
-    for row in made.rows:
-        key = row.kind, row.axes
-        earlier_bytes = found.get(key, 0)
-        found[key] = earlier_bytes + row.wire_bytes
-    return found
+    bytes_by_kind = {}
+    for row in sent.rows:
+        key = (row.kind, row.axes)
+        earlier_bytes = bytes_by_kind.get(key, 0)
+        bytes_by_kind[key] = earlier_bytes + row.wire_bytes
+    return bytes_by_kind
 
 
 # Counted by hand: a gather of n pieces brings (n - 1) / n of the result, a reduction
@@ -142,10 +139,10 @@ def test_an_estimate_is_what_the_cpu_s_compiler_makes(name):
     step, form = STEPS[name]
     args = structs(form)
     compiled = compile_for(step, *args, target="cpu")
-    made = traffic(compiled, SPEC)
+    sent = traffic(compiled, SPEC)
     estimated = estimate(step, *args, compiler="cpu")
     actual = sums(estimated)
-    expected = sums(made)
+    expected = sums(sent)
     assert actual == expected
 
 
@@ -159,7 +156,7 @@ def test_an_estimate_counts_loops_as_often_as_they_run():
     estimated = estimate(step, x, w, compiler="cpu")
     (row,) = estimated.rows
     assert row.calls == 8
-    asked = struct((), dtype=jnp.int32)
+    count = struct((), dtype=jnp.int32)
 
     def looped(x, count):
         def turn(_, x):
@@ -167,13 +164,12 @@ def test_an_estimate_counts_loops_as_often_as_they_run():
 
         return lax.fori_loop(0, count, turn, x)
 
-    made = estimate(looped, x, asked)
-    assert all(
-        row.calls is None and "trips of a loop are not known" in row.note
-        for row in made.rows
-    )
-    assert made.rows
-    assert "trips of a loop are not known" in str(made)
+    estimated_loop = estimate(looped, x, count)
+    assert estimated_loop.rows
+    for row in estimated_loop.rows:
+        assert row.calls is None
+        assert "trips of a loop are not known" in row.note
+    assert "trips of a loop are not known" in str(estimated_loop)
 
 
 def test_rows_name_lines_leaves_and_slices():
@@ -201,23 +197,23 @@ def test_rows_name_lines_leaves_and_slices():
     jitted = filter_jit(step, in_shardings=(weights, data), out_shardings=weights)
     size = 64 * 256 * 2
     estimated = estimate(step, weights.structs, data.structs, mesh=mesh)
-    for made in (
+    for sent in (
         estimated,
         estimate(jitted, {"mlp": {"up": w}}, x),
         estimate(jitted.trace({"mlp": {"up": w}}, x)),
     ):
-        gather = next(row for row in made.rows if row.kind == "all-gather")
+        gather = next(row for row in sent.rows if row.kind == "all-gather")
         assert gather.leaf == "mlp/up"
         assert gather.wire_bytes == size * 7 // 8
         assert gather.dcn_bytes == size // 8
         assert gather.source is not None
         assert gather.source.file == __file__
-        text = str(made)
+        text = str(sent)
         assert "mlp/up" in text
-        assert made.devices == 8
-    (change,) = (row for row in made.rows if row.kind != "all-gather")
-    assert change.kind in ("reduce-scatter", "all-reduce")
-    assert change.leaf == "mlp/up"
+        assert sent.devices == 8
+    (reduction,) = [row for row in sent.rows if row.kind != "all-gather"]
+    assert reduction.kind in ("reduce-scatter", "all-reduce")
+    assert reduction.leaf == "mlp/up"
 
 
 def test_results_without_a_plan_have_free_shardings():
@@ -238,19 +234,19 @@ def test_results_without_a_plan_have_free_shardings():
             return jnp.sum((x @ p) ** 2)
 
         gradient = jax.grad(loss)
-        new = params - gradient(params)
+        new_params = params - gradient(params)
         kept_share = 0.9 * ema
-        return new, kept_share + 0.1 * new
+        return new_params, kept_share + 0.1 * new_params
 
     out = (params.sharding, ema.sharding)
     x = struct((64, 256), "data")
     args = (params, ema, x)
     jitted = jax.jit(step, out_shardings=out)
     compiled = compile_for(jitted, *args, target="cpu")
-    made = traffic(compiled, SPEC)
+    sent = traffic(compiled, SPEC)
     estimated = estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")
     actual = sums(estimated)
-    assert actual == sums(made)
+    assert actual == sums(sent)
 
 
 def test_steps_that_are_jitted_in_every_way():
@@ -264,8 +260,8 @@ def test_steps_that_are_jitted_in_every_way():
         outputs = jax.vmap(model)(x)
         return outputs * scale
 
-    given = eqx.combine(models.structs, model)
-    plain = estimate(apply, given, x, compiler="cpu")
+    model_of_structs = eqx.combine(models.structs, model)
+    plain = estimate(apply, model_of_structs, x, compiler="cpu")
     assert plain.wire_bytes > 0
     forms = (
         eqx.filter_jit(apply),
@@ -275,14 +271,12 @@ def test_steps_that_are_jitted_in_every_way():
         eqx.filter_checkpoint(apply),
     )
     for step in forms:
-        assert estimate(step, given, x, compiler="cpu").wire_bytes == plain.wire_bytes
+        estimated = estimate(step, model_of_structs, x, compiler="cpu")
+        assert estimated.wire_bytes == plain.wire_bytes
     mlp = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
     mesh = SPEC.build(jax.devices())
     placed_models = models.on(mesh)
-    real = shard(
-        mlp,
-        placed_models,
-    )
+    real = shard(mlp, placed_models)
     assert estimate(apply, real, x, compiler="cpu").wire_bytes == plain.wire_bytes
 
     def summed(unused, x, name):
@@ -302,8 +296,8 @@ def test_steps_that_are_jitted_in_every_way():
     rows = estimated.rows
     assert rows == ()
 
-    def added(x, more):
-        return x + more
+    def added(x, y):
+        return x + y
 
     ones = np.ones(16, np.float32)
     estimated = estimate(added, x, ones)
@@ -321,10 +315,8 @@ def test_explicit_axes_are_read_off_the_types():
         def step(x, w):
             return jax.sharding.reshard(x @ w, P("data"))
 
-        made = estimate(step, x, w, compiler="cpu")
-    actual = []
-    for row in made.rows:
-        actual.append((row.kind, row.axes))
+        estimated = estimate(step, x, w, compiler="cpu")
+    actual = [(row.kind, row.axes) for row in estimated.rows]
     assert actual == [("all-gather", ("tensor",))]
 
 
@@ -338,13 +330,13 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
     structs_of_step = []
     for shape in shapes:
         structs_of_step.append(jax.ShapeDtypeStruct(shape, "float32"))
-    made = step_of(step, structs_of_step)
+    traced_step = step_of(step, structs_of_step)
     for mesh, dims in (
         ({"a": 8}, [((), ("a",)), (("a",), ())]),
         ({"a": 2, "b": 4}, [(("a",), ()), ((), ("b",))]),
     ):
         spec = MeshSpec(mesh)
-        text = made.partitioned("cpu", mesh=spec, arguments=dims)
+        text = traced_step.partitioned("cpu", mesh=spec, arguments=dims)
         args = []
         for shape, entries in zip(shapes, dims, strict=True):
             args.append(struct(shape, *entries, mesh=spec.abstract()))
@@ -360,11 +352,7 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
 def test_what_cannot_be_estimated():
     array = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     rules = PathRules.parse(".*->data")
-    made = plan(
-        array,
-        SPEC,
-        paths=rules,
-    )
+    sharding_plan = plan(array, SPEC, paths=rules)
     large = MeshSpec({"data": 3**9}).abstract()
     many = MeshSpec(dict.fromkeys("abcdefgh", 4)).abstract()
     for error, message, step, *args in (
@@ -378,7 +366,7 @@ def test_what_cannot_be_estimated():
             PlanMismatchError,
             "argument 0 is a plan, .* pass `plan.structs`",
             jnp.sin,
-            made,
+            sharding_plan,
         ),
         (
             TypeError,
@@ -435,18 +423,12 @@ def training(mesh, constrain=False):
         "down": at((8192, 4096), "tensor", "fsdp"),
     }
 
-    def sharding_of(one):
-        return one.sharding
-
-    out_shardings = jax.tree.map(sharding_of, w)
+    out_shardings = jax.tree.map(lambda leaf: leaf.sharding, w)
 
     def gradient(w, x):
         return jax.grad(loss)(w, x)
 
-    step = jax.jit(
-        gradient,
-        out_shardings=out_shardings,
-    )
+    step = jax.jit(gradient, out_shardings=out_shardings)
     x = at((65536, 4096), "fsdp")
     return step, w, x
 
@@ -458,20 +440,14 @@ def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     right = estimate(step, *args, compiler="gpu")
     for name in ("LARGEST_DIRECT_MESH", "LARGEST_SMALL_MESH"):
         monkeypatch.setattr(importlib.import_module("shardfx.cost._estimate"), name, 64)
-    found = estimate(step, *args, compiler="gpu")
-    text = str(found)
+    extrapolated = estimate(step, *args, compiler="gpu")
+    text = str(extrapolated)
     assert "extrapolated from fsdp=4,tensor=8" in text
-    assert found.devices == 512
+    assert extrapolated.devices == 512
     expected = sums(right)
-    assert sums(found) == expected
-    group_sizes = []
-    for row in found.rows:
-        group_sizes.append(row.group_size)
-    group_sizes = sorted(group_sizes)
-    expected_sizes = []
-    for row in right.rows:
-        expected_sizes.append(row.group_size)
-    assert group_sizes == sorted(expected_sizes)
+    assert sums(extrapolated) == expected
+    group_sizes = sorted(row.group_size for row in extrapolated.rows)
+    assert group_sizes == sorted(row.group_size for row in right.rows)
     mesh = MeshSpec({"fsdp": 4096, "tensor": 128})
     step_and_args = training(mesh.abstract())
     huge = estimate(*step_and_args)

@@ -86,8 +86,8 @@ def policies(loss):
     return tuple(search.policy_of(trial, 10**9) for trial in trials)
 
 
-def is_equal(one, other):
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+def is_equal(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
@@ -214,9 +214,9 @@ def test_bytes_to_leave_that_are_no_number(leave_bytes):
 
 def test_bytes_to_leave_may_be_a_float():
     billion: Any = 1e9
-    made = policy(scanned, *arrays(), chip="h100", leave_bytes=billion)
-    assert made == policy(scanned, *arrays(), chip="h100", leave_bytes=10**9)
-    assert Policy.from_json(made.to_json()) == made
+    chosen_policy = policy(scanned, *arrays(), chip="h100", leave_bytes=billion)
+    assert chosen_policy == policy(scanned, *arrays(), chip="h100", leave_bytes=10**9)
+    assert Policy.from_json(chosen_policy.to_json()) == chosen_policy
 
 
 def test_an_edited_loss_lacks_the_lines_of_its_policy():
@@ -236,17 +236,17 @@ def test_the_budget_decides():
         search.trial_of(10**9, point).peak_bytes for point in (points[0], points[-1])
     )
     between = (highest + least) // 2
-    found = policy(scanned, *args, chip=chip_of(between + 100), leave_bytes=100)
-    assert least <= found.peak_bytes <= between == found.budget_bytes
-    assert 0 < found.recomputed_flops < found.flops
+    chosen_policy = policy(scanned, *args, chip=chip_of(between + 100), leave_bytes=100)
+    assert least <= chosen_policy.peak_bytes <= between == chosen_policy.budget_bytes
+    assert 0 < chosen_policy.recomputed_flops < chosen_policy.flops
     roomy = policy(scanned, *args, chip=chip_of(2 * highest))
     assert {row.choice for row in roomy.rows} == {"keep"}
     assert roomy.recomputed_flops == 0
     with pytest.raises(
         OutOfMemoryError, match="with everything computed again"
-    ) as told:
+    ) as caught:
         policy(scanned, *args, chip=chip_of(least - 1000))
-    assert told.value.needed_bytes == least
+    assert caught.value.needed_bytes == least
 
 
 def test_the_choice_is_nearly_the_best_of_all_subsets():
@@ -301,12 +301,14 @@ def test_the_arguments_of_grad():
         return value, {"loss": value}
 
     args = (x, params, jnp.float32(2), "model")
-    made = policy(loss, *args, chip="h100", argnums=(0, 1), has_aux=True)
-    grads, aux = jax.grad(made.apply(loss), argnums=(0, 1), has_aux=True)(*args)
+    chosen_policy = policy(loss, *args, chip="h100", argnums=(0, 1), has_aux=True)
+    loss_under_policy = chosen_policy.apply(loss)
+    gradient = jax.grad(loss_under_policy, argnums=(0, 1), has_aux=True)
+    grads, aux = gradient(*args)
     plain, _ = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
     assert is_equal(grads, plain)
     assert aux["loss"].shape == ()
-    assert made.rows
+    assert chosen_policy.rows
 
 
 def test_bytes_are_those_of_one_device():
@@ -335,9 +337,11 @@ def test_checkpoints_of_the_user_stay():
         y, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params)
         return jnp.mean(y**2)
 
-    made = policy(loss, *arrays(), chip="h100")
-    assert any("test_policy.py" in note and "stays" in note for note in made.notes)
-    assert not [row for row in made.rows if row.layers > 1]
+    chosen_policy = policy(loss, *arrays(), chip="h100")
+    notes = [note for note in chosen_policy.notes if "test_policy.py" in note]
+    assert any("stays" in note for note in notes)
+    for row in chosen_policy.rows:
+        assert row.layers <= 1
 
 
 def test_modules_and_their_functions():
@@ -347,10 +351,11 @@ def test_modules_and_their_functions():
     def loss(model, x):
         return jnp.mean(jax.vmap(model)(x) ** 2)
 
-    made = policy(loss, model, x, chip="h100")
-    assert {row.layers for row in made.rows} >= {1}
+    chosen_policy = policy(loss, model, x, chip="h100")
+    assert {row.layers for row in chosen_policy.rows} >= {1}
     plain = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
-    assert is_equal(plain, eqx.filter_jit(eqx.filter_grad(made.apply(loss)))(model, x))
+    gradient = eqx.filter_grad(chosen_policy.apply(loss))
+    assert is_equal(plain, eqx.filter_jit(gradient)(model, x))
 
 
 def test_explicit_axes_stay_in_the_types():
@@ -434,9 +439,9 @@ def test_offload_is_bounded_by_the_link_to_the_host():
         chip = dataclasses.replace(
             chip_of(least), host_bytes_per_second=bytes_per_second
         )
-        found = policy(scanned, *args, chip=chip, offload=True)
-        choices[bytes_per_second] = {row.choice for row in found.rows}
-        assert found.peak_bytes <= least
+        chosen_policy = policy(scanned, *args, chip=chip, offload=True)
+        choices[bytes_per_second] = {row.choice for row in chosen_policy.rows}
+        assert chosen_policy.peak_bytes <= least
     assert "offload" not in choices[1.0]
     assert "offload" in choices[1e15]
     chip = dataclasses.replace(chip_of(least), host_bytes_per_second=0)

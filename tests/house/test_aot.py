@@ -82,9 +82,9 @@ def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, mod
     ids = {device.id for device in order.devices.flat}
     assert ids == {device.id for device in devices}
     assert order.devices.size == len(devices)
-    own = topology.mean_hops(places(order.devices), 1, bounds, closed)
+    mean_hops = topology.mean_hops(places(order.devices), 1, bounds, closed)
     assert order.mean_hops is not None
-    assert own == order.mean_hops[1] == 1.0
+    assert mean_hops == order.mean_hops[1] == 1.0
 
 
 def collectives(mesh):
@@ -320,11 +320,9 @@ def test_a_gather_along_both_dimensions_is_joined_once():
 def test_a_permutation_has_a_constant_overhead(name, sizes):
     devices = np.array(tpu.devices_of(f"tpu:{name}"))
     mesh = Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
-    here = Mesh(devices.reshape(sizes), ("a", "b"))
-    there = mesh
-    sharding = NamedSharding(there, P(None, ("b", "c", "a")))
-    src = NamedSharding(here, P("b", "a"))
-    dst = sharding
+    source_mesh = Mesh(devices.reshape(sizes), ("a", "b"))
+    src = NamedSharding(source_mesh, P("b", "a"))
+    dst = NamedSharding(mesh, P(None, ("b", "c", "a")))
     beside = []
     for size in (8192, 16384):
         memory = compiled_steps((size, size), src, dst).memory_analysis()
@@ -410,7 +408,7 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice():
         "up": struct((256, 1024), jnp.float32),
         "down": struct((1024, 256), jnp.float32),
     }
-    found = search(
+    candidates = search(
         step,
         params,
         struct((4096, 256), jnp.float32),
@@ -418,13 +416,13 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice():
         verify="compile",
         closely=1,
     )
-    look = found[0]
-    assert look.by == "compile"
-    assert look.wire_bytes > 0
-    assert look.memory_bytes
+    best = candidates[0]
+    assert best.by == "compile"
+    assert best.wire_bytes > 0
+    assert best.memory_bytes
     # 13 billion operations at v5e's peak take 16 us on four chips; the compiler's
     # cycles say somewhat more.
-    assert 1e-5 < look.compute_seconds < 1e-3
+    assert 1e-5 < best.compute_seconds < 1e-3
 
 
 @needs_libtpu
@@ -438,15 +436,16 @@ def test_a_search_has_the_numbers_of_libtpu():
     args = w, x
     lines: list[str] = []
     slice_ = "tpu:v5e:2x2"
-    found = search(step, *args, devices=slice_, keep=1, progress=lines.append)
-    best = found[0]
+    candidates = search(step, *args, devices=slice_, keep=1, progress=lines.append)
+    best = candidates[0]
     assert best.by == "schedule"
     assert "by libtpu's own program" in str(best)
     assert sum(line.startswith("asking libtpu") for line in lines) == 3
 
-    made: dict[str, Any] = {}
-    exec(best.code(), made)
-    jitted = made["jitted"](step, made["plans_of"](step, *args))
+    names: dict[str, Any] = {}
+    exec(best.code(), names)
+    plans = names["plans_of"](step, *args)
+    jitted = names["jitted"](step, plans)
     rows = estimate(jitted, *args, compiler=slice_).rows
     assert rows == best.traffic.rows
     assert fit(jitted, *args, chip="v5e").peak_bytes == best.memory_bytes
@@ -535,10 +534,11 @@ def test_a_step_that_does_not_fit_has_an_answer():
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     def decode(cache, token):
-        def layer(carry, own):
-            return carry, jax.lax.dynamic_update_slice(own, token, (0, 3, 0))
+        def layer(carry, rows):
+            return carry, jax.lax.dynamic_update_slice(rows, token, (0, 3, 0))
 
-        return jax.lax.scan(layer, 0.0, cache)[1]
+        _, updated = jax.lax.scan(layer, 0.0, cache)
+        return updated
 
     step = jax.jit(decode, donate_argnums=0)
     args = (struct((32, 8192, 1024, 128), None, "data"), struct((8192, 1, 128), "data"))

@@ -111,11 +111,11 @@ def test_arrays_of_a_batch_with_other_rows_are_told():
 def test_a_known_batch_leaves_a_state_more_memory():
     """8 of 15.75 GiB are more than half, and 4,096 tokens a device need little."""
     tree = {"up": struct(4096, 2**16), "down": struct(2**16, 4096)}
-    unknown = sfx.auto.plan(tree, 8, chip="v5e")
-    assert dict(unknown.mesh.shape) == {"data": 4, "fsdp": 2}
-    known = sfx.auto.plan(tree, 8, chip="v5e", batch=tokens(64, 512))
-    assert dict(known.mesh.shape) == {"data": 8}
-    assert "It leaves room for activations" in known.why
+    without_batch = sfx.auto.plan(tree, 8, chip="v5e")
+    assert dict(without_batch.mesh.shape) == {"data": 4, "fsdp": 2}
+    with_batch = sfx.auto.plan(tree, 8, chip="v5e", batch=tokens(64, 512))
+    assert dict(with_batch.mesh.shape) == {"data": 8}
+    assert "It leaves room for activations" in with_batch.why
 
 
 def test_tensor_parallelism_shards_between_heads_and_experts():
@@ -177,19 +177,23 @@ def test_tensor_parallelism_shards_between_heads_and_experts():
 def test_rows_that_divide_over_no_axis_are_refused():
     tree = {"up": struct(1024, 4096)}
     batch = tokens(3, 2048)
-    with pytest.raises(MeshError, match="the 3 rows of `batch` do not divide") as told:
+    with pytest.raises(
+        MeshError, match="the 3 rows of `batch` do not divide"
+    ) as caught:
         sfx.auto.plan(tree, "tpu:v5e:4x4*2", batch=batch)
-    assert "over 2 slices, and each has rows; pass a multiple of 2" in str(told.value)
-    more = sfx.auto.plan(tree, 16, chip="v5e", batch=tokens(24, 2048))
-    assert dict(more.mesh.shape) == {"data": 8, "tensor": 2}
+    assert "over 2 slices, and each has rows; pass a multiple of 2" in str(caught.value)
+    with_more_rows = sfx.auto.plan(tree, 16, chip="v5e", batch=tokens(24, 2048))
+    assert dict(with_more_rows.mesh.shape) == {"data": 8, "tensor": 2}
 
 
 def test_rows_divide_over_a_mesh_that_is_given():
     tree = {"up": struct(1024, 4096)}
     mesh = MeshSpec({"data": 2, "fsdp": 4})
-    with pytest.raises(MeshError, match="the 6 rows of `batch` do not divide") as told:
+    with pytest.raises(
+        MeshError, match="the 6 rows of `batch` do not divide"
+    ) as caught:
         sfx.auto.plan(tree, mesh, batch=tokens(6, 2048))
-    assert "over the 8 devices of mesh data=2,fsdp=4; pass" in str(told.value)
+    assert "over the 8 devices of mesh data=2,fsdp=4; pass" in str(caught.value)
     divided = sfx.auto.plan(tree, mesh, batch=tokens(16, 2048))
     assert divided.mesh == mesh
 

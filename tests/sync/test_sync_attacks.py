@@ -6,6 +6,7 @@ then raises an error, and its arrays are the ones that it had.
 """
 
 import contextlib
+import functools as ft
 import random
 import socket
 import struct
@@ -100,18 +101,18 @@ def served(request):
 
 def session_pair(suite=AUTHENTICATED):
     """Both ends of a session over a socket pair, after the handshake."""
-    ends = socket.socketpair()
-    lines = [Line(end, 5) for end in ends]
+    sockets = socket.socketpair()
+    lines = [Line(connection, 5) for connection in sockets]
     sessions = {}
-    thread = threading.Thread(
-        target=lambda: sessions.update(
-            receiver=handshake.as_receiver(lines[1], SECRET, suite, ENDS)
-        )
-    )
+
+    def receive_hello():
+        sessions["receiver"] = handshake.as_receiver(lines[1], SECRET, suite, ENDS)
+
+    thread = threading.Thread(target=receive_hello)
     thread.start()
     sessions["sender"] = handshake.as_sender(lines[0], SECRET, suite, 0)
     thread.join()
-    return ends, lines, sessions
+    return sockets, lines, sessions
 
 
 class Recording(NamedTuple):
@@ -128,13 +129,14 @@ class Recording(NamedTuple):
 
 def recorded(suite=AUTHENTICATED, memory_limit_bytes=32):
     transfer = job(memory_limit_bytes=memory_limit_bytes)
-    ends, lines, sessions = session_pair(suite)
-    with ends[0], ends[1]:
+    sockets, lines, sessions = session_pair(suite)
+    with sockets[0], sockets[1]:
         writer = frames.FrameLine(lines[0], suite, sessions["sender"].keys)
         channel = frames.SocketChannel(writer)
         send(transfer.plan, transfer.tree, channel, 3, sender=0, receiver=0)
-        ends[0].shutdown(socket.SHUT_WR)
-        data = b"".join(iter(lambda: ends[1].recv(1 << 16), b""))
+        sockets[0].shutdown(socket.SHUT_WR)
+        read = ft.partial(sockets[1].recv, 1 << 16)
+        data = b"".join(iter(read, b""))
     return Recording(
         dst=transfer.dst,
         plan=transfer.plan,
@@ -145,13 +147,14 @@ def recorded(suite=AUTHENTICATED, memory_limit_bytes=32):
 
 
 def frames_of(data):
-    found = []
+    header_bytes = frames.HEADER.size
+    frames_of_data = []
     while data:
-        _, _, length = frames.HEADER.unpack(data[: frames.HEADER.size])
-        size = frames.HEADER.size + length + frames.TAG_BYTES
-        found.append(data[:size])
+        _, _, length = frames.HEADER.unpack(data[:header_bytes])
+        size = header_bytes + length + frames.TAG_BYTES
+        frames_of_data.append(data[:size])
         data = data[size:]
-    return found
+    return frames_of_data
 
 
 def received(data, dst, plan, keys, suite=AUTHENTICATED):
@@ -346,13 +349,13 @@ def test_reflection_is_refused():
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1 << 10) in (b"",)
 
-    ends, lines, sessions = session_pair()
-    with ends[0], ends[1]:
-        own = frames.FrameLine(lines[0], AUTHENTICATED, sessions["sender"].keys)
-        own.send(frames.COMMIT, 1)
-        ends[1].sendall(ends[1].recv(1 << 10))
+    sockets, lines, sessions = session_pair()
+    with sockets[0], sockets[1]:
+        frame_line = frames.FrameLine(lines[0], AUTHENTICATED, sessions["sender"].keys)
+        frame_line.send(frames.COMMIT, 1)
+        sockets[1].sendall(sockets[1].recv(1 << 10))
         with pytest.raises(SyncError, match="is not what the other side sent"):
-            own.receive_message(frames.COMMIT)
+            frame_line.receive_message(frames.COMMIT)
 
 
 def test_a_changed_hello_fails_the_proof(served):
@@ -389,19 +392,20 @@ def test_a_connection_may_be_cut_behind_any_byte(served):
         assert whole.pull(check_content=True)
     boundaries = {"up": [HELLO_BYTES, HANDSHAKE_BYTES]}
     boundaries["down"] = [*boundaries["up"]]
-    for name, ends in boundaries.items():
+    for name, offsets in boundaries.items():
         for frame in frames_of(path.seen[name][HANDSHAKE_BYTES:]):
-            ends += [ends[-1] + frames.HEADER.size, ends[-1] + len(frame)]
-        assert ends.pop() == len(path.seen[name])
-        ends[8:-4] = range(1, ends[-1], 331)
+            start = offsets[-1]
+            offsets += [start + frames.HEADER.size, start + len(frame)]
+        assert offsets.pop() == len(path.seen[name])
+        offsets[8:-4] = range(1, offsets[-1], 331)
 
-    for name, ends in boundaries.items():
-        for end in ends:
+    for name, offsets in boundaries.items():
+        for offset in offsets:
             count = [0]
 
-            def change(data, end=end, count=count):
+            def change(data, offset=offset, count=count):
                 count[0] += len(data)
-                if count[0] > end:
+                if count[0] > offset:
                     raise Cut
                 return data
 
@@ -431,8 +435,8 @@ SMALL_ORDER = (
 @pytest.mark.parametrize("point", SMALL_ORDER)
 def test_public_keys_that_share_nothing_are_refused(point):
     for role in ("sender", "receiver"):
-        own = handshake._Exchange(role, SECRET, AUTHENTICATED)
-        own.hello(ENDS)
+        exchange = handshake._Exchange(role, SECRET, AUTHENTICATED)
+        exchange.hello(ENDS)
         other = {"sender": 2, "receiver": 1}[role]
         hello = handshake.Hello(
             version=handshake.VERSION,
@@ -443,7 +447,7 @@ def test_public_keys_that_share_nothing_are_refused(point):
             public_key=point.to_bytes(32, "little"),
         )
         with pytest.raises(SyncError, match="the other side sent no public key"):
-            own.keys(hello.to_bytes())
+            exchange.keys(hello.to_bytes())
 
 
 def test_secrets_that_begin_alike_have_nothing_in_common():
@@ -495,8 +499,8 @@ def test_keys_are_those_of_rfc_5869():
 
 def test_messages_of_another_size_are_refused_unread():
     suite = AUTHENTICATED
-    ends, lines, sessions = session_pair()
-    with ends[0], ends[1]:
+    sockets, lines, sessions = session_pair()
+    with sockets[0], sockets[1]:
         writer = frames.FrameLine(lines[1], suite, sessions["receiver"].keys)
         reader = frames.FrameLine(lines[0], suite, sessions["sender"].keys)
         for type, length in (
@@ -504,7 +508,7 @@ def test_messages_of_another_size_are_refused_unread():
             (99, 8),
             (frames.GONE, 1 << 30),
         ):
-            ends[1].sendall(frames.HEADER.pack(type, 0, length))
+            sockets[1].sendall(frames.HEADER.pack(type, 0, length))
             with pytest.raises(SyncError, match="came where the protocol has another"):
                 reader.receive_message(frames.REQUEST)
         writer.send(frames.REQUEST, 0, [b"[" * 200_000])
