@@ -34,8 +34,6 @@ DTYPES = (
     "float8_e4m3",
     "float8_e4m3fn",
     "float8_e5m2",
-)
-DTYPES += (
     "float8_e3m4",
     "float8_e8m0fnu",
     "float4_e2m1fn",
@@ -50,12 +48,9 @@ def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
     devices = np.array(jax.devices())[: math.prod(sizes.values())]
     if order is not None:
         devices = devices[np.asarray(order)]
+    grid = devices.reshape(tuple(sizes.values()))
     axis_types = (kind,) * len(sizes)
-    return Mesh(
-        devices.reshape(tuple(sizes.values())),
-        tuple(sizes),
-        axis_types=axis_types,
-    )
+    return Mesh(grid, tuple(sizes), axis_types=axis_types)
 
 
 def put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -82,63 +77,71 @@ def move(x, dst, src=None, donate=False):
 
 def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
     """A move that needs several steps: XLA alone would replicate the array."""
-    source = mesh(kind, a=2, b=4)
-    target = mesh(kind, c=4, d=2)
-    sharding = NamedSharding(target, P(None, ("d", "c")))
-    return NamedSharding(source, P("b", "a")), sharding
+    src = NamedSharding(mesh(kind, a=2, b=4), P("b", "a"))
+    dst = NamedSharding(mesh(kind, c=4, d=2), P(None, ("d", "c")))
+    return src, dst
 
 
 VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
 
 
+MESH_SIZES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)]
+
+
 @st.composite
-def ends(draw):
-    """Two meshes over the eight devices, each with a spec of one rank, and the least
-    shape that both divide.
+def shardings_of_rank(draw, rank):
+    """A mesh over the eight devices, and a spec."""
+    sizes = draw(st.sampled_from(MESH_SIZES))
+    names = "abc"[: len(sizes)]
+    dims = [[] for _ in range(rank)]
+    for name in draw(st.permutations(names)):
+        dim = draw(st.integers(0, rank))
+        if dim < rank:
+            dims[dim].append(name)
+    order = None
+    if draw(st.booleans()):
+        order = draw(st.permutations(list(range(8))))
+    kind = draw(st.sampled_from(KINDS))
+    drawn_mesh = mesh(kind, order, **dict(zip(names, sizes, strict=True)))
+    spec = P(*[tuple(axes) or None for axes in dims])
+    return NamedSharding(drawn_mesh, spec)
+
+
+def counts_of(sharding: NamedSharding) -> list[int]:
+    """In how many parts each dimension is cut."""
+    counts = []
+    for entry in sharding.spec:
+        if entry is None:
+            axes = ()
+        elif isinstance(entry, str):
+            axes = (entry,)
+        else:
+            axes = entry
+        counts.append(math.prod(sharding.mesh.shape[axis] for axis in axes))
+    return counts
+
+
+@st.composite
+def moves(draw):
+    """The shape of an array, a small multiple of what both shardings divide, and the
+    shardings.
     """
     rank = draw(st.integers(0, 4))
-    rows = []
-    for _ in range(2):
-        sizes = draw(
-            st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)])
-        )
-        dims = [[] for _ in range(rank)]
-        for axis in draw(st.permutations(list(range(len(sizes))))):
-            dim = draw(st.integers(0, rank))
-            if dim < rank:
-                dims[dim].append("abc"[axis])
-        if draw(st.booleans()):
-            order = draw(st.permutations(list(range(8))))
-        else:
-            order = None
-        rows.append((sizes, tuple(map(tuple, dims)), order))
-    spare = draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank))
-    return (
-        rank,
-        rows,
-        spare,
-    )
+    src = draw(shardings_of_rank(rank))
+    dst = draw(shardings_of_rank(rank))
+    shape = []
+    for src_count, dst_count in zip(counts_of(src), counts_of(dst), strict=True):
+        multiple = draw(st.sampled_from([0, 1, 1, 2]))
+        shape.append(math.lcm(src_count, dst_count) * multiple)
+    return tuple(shape), src, dst
 
 
-@given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
+@given(moves())
 @settings(max_examples=40, deadline=None)
-def test_a_live_array_gets_from_anywhere_to_anywhere(layouts, source_kind, target_kind):
-    rank, result, spare = layouts
-    shardings = []
-    counts = []
-    for (sizes, dims, order), kind in zip(
-        result, (source_kind, target_kind), strict=True
-    ):
-        m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
-        spec = P(*[axes or None for axes in dims])
-        shardings.append(NamedSharding(m, spec))
-        axis_counts = [int(np.prod([m.shape[axis] for axis in axes])) for axes in dims]
-        counts.append(axis_counts)
-    shape = tuple(
-        int(np.lcm(a, b)) * extra for a, b, extra in zip(*counts, spare, strict=True)
-    )
-    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    src, dst = shardings
+def test_a_live_array_gets_from_anywhere_to_anywhere(shape_and_shardings):
+    shape, src, dst = shape_and_shardings
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(shape).astype(np.float32)
     x = put(values, src)
     assert_lies(move(x, dst), values, dst)
     assert_lies(x, values, src)
@@ -156,9 +159,8 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
     if target == "same":
         dst = NamedSharding(src.mesh, P(None, ("b", "a")))
     if target == "permuted":
-        order = [3, 1, 4, 0, 5, 2, 6, 7]
-        device_mesh = mesh(order=order, c=4, d=2)
-        dst = NamedSharding(device_mesh, P("d", "c"))
+        permuted_mesh = mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2)
+        dst = NamedSharding(permuted_mesh, P("d", "c"))
     if target == "fewer":
         dst = NamedSharding(mesh(c=2, d=2), P("d", "c"))
     values = any_bits(jnp.dtype(dtype))
@@ -167,7 +169,8 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
         through_programs(x, dst, memory_limit_bytes=1)
     (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
     for limit in (None, int(least)):
-        assert_lies(through_programs(x, dst, memory_limit_bytes=limit), values, dst)
+        moved = through_programs(x, dst, memory_limit_bytes=limit)
+        assert_lies(moved, values, dst)
 
 
 def any_bits(dtype: np.dtype) -> np.ndarray:
@@ -185,9 +188,10 @@ def test_two_bit_integers_are_refused(dtype):
     message = r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"
     with pytest.raises(LeafTypeError, match=message):
         move_of((16, 32), jnp.dtype(dtype), src, dst)
+    jitted = jax.jit(lambda x: move(x.astype(dtype), dst, src=src))
     struct = jax.ShapeDtypeStruct((16, 32), jnp.int8)
     with pytest.raises(LeafTypeError, match=message):
-        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(struct)
+        jitted.lower(struct)
 
 
 def concrete(sharding: NamedSharding) -> Mesh:
@@ -200,22 +204,29 @@ def concrete(sharding: NamedSharding) -> Mesh:
 def test_traced_values_move_under_any_set_mesh(kind, is_set):
     src, dst = pair(kind)
     x = put(VALUES, src)
-    weights = np.random.default_rng(0).standard_normal(VALUES.shape).astype(np.float32)
-    there = put(weights, dst)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(VALUES.shape).astype(np.float32)
+    placed_weights = put(weights, dst)
 
     def moved(x):
         return move(x, dst, src=src)
 
-    def loss(x, there):
-        return jnp.sum(moved(x) * there)
+    def loss(x, weights):
+        return jnp.sum(moved(x) * weights)
 
-    device_mesh = mesh(kind, p=2, q=2, r=2)
-    for around in (concrete(src), device_mesh):
-        with jax.set_mesh(around) if is_set else contextlib.nullcontext():
+    def maybe_set(device_mesh):
+        if is_set:
+            return jax.set_mesh(device_mesh)
+        return contextlib.nullcontext()
+
+    other_mesh = mesh(kind, p=2, q=2, r=2)
+    for around in (concrete(src), other_mesh):
+        with maybe_set(around):
             y = jax.jit(moved, out_shardings=dst)(x)
         assert_lies(y, VALUES, dst)
-    with jax.set_mesh(concrete(dst)) if is_set else contextlib.nullcontext():
-        gradient = jax.jit(jax.grad(loss), out_shardings=src)(x, there)
+    jitted_gradient = jax.jit(jax.grad(loss), out_shardings=src)
+    with maybe_set(concrete(dst)):
+        gradient = jitted_gradient(x, placed_weights)
     assert_lies(gradient, weights, src)
 
 
@@ -224,25 +235,23 @@ def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
     src, dst = pair(kind)
 
     def pull(x, y):
-        return jax.vjp(lambda x: move(x, dst, src=src), x)[1](y)[0]
+        _, pulled = jax.vjp(ft.partial(move, dst=dst, src=src), x)
+        (cotangent,) = pulled(y)
+        return cotangent
 
-    structs = (
-        jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end)
-        for end in (src, dst)
-    )
-    compiled = jax.jit(pull, out_shardings=src).lower(*structs).compile()
+    x = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=src)
+    y = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=dst)
+    compiled = jax.jit(pull, out_shardings=src).lower(x, y).compile()
     text = compiled.as_text()
     assert text is not None
-    sharding = NamedSharding(mesh(c=4, d=2), dst.spec)
-    target_sharding = NamedSharding(mesh(a=2, b=4), src.spec)
-    plan = planned(
+    way_back = planned(
         VALUES.shape,
         jnp.dtype("float32"),
-        sharding,
-        target_sharding,
+        NamedSharding(mesh(c=4, d=2), dst.spec),
+        NamedSharding(mesh(a=2, b=4), src.spec),
     )
-    assert wire_bytes(text, 8) <= plan.wire_bytes
-    assert plan.steps
+    assert wire_bytes(text, 8) <= way_back.wire_bytes
+    assert way_back.steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,65 +260,72 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
     src = NamedSharding(m, P("b", "a"))
     dst = NamedSharding(m, P("a", "b"))
     x = put(VALUES, src)
-    there = ft.partial(move, dst=dst, src=src)
-    back = ft.partial(move, dst=src, src=dst)
+    move_there = ft.partial(move, dst=dst, src=src)
+    move_back = ft.partial(move, dst=src, src=dst)
 
-    def scanned(x):
-        def body(x, _):
-            return jax.checkpoint(lambda x: back(jnp.sin(there(x))))(x), None
+    @jax.checkpoint
+    def sine(x):
+        moved = jnp.sin(move_there(x))
+        return move_back(moved)
 
-        return lax.scan(body, x, None, length=3)[0]
+    def sum_of_scan(x):
+        result, _ = lax.scan(lambda x, _: (sine(x), None), x, None, length=3)
+        return jnp.sum(result)
 
-    def plain(x):
-        return jnp.sin(jnp.sin(jnp.sin(x)))
+    def plain_sum(x):
+        return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x))))
 
-    def total(fn):
-        return lambda x: jnp.sum(fn(x))
+    def tangent_of(x):
+        _, tangent = jax.jvp(move_there, (x,), (2 * x,))
+        return tangent
 
-    right = jax.jit(jax.grad(total(plain)))(VALUES)
-    gradient = jax.jit(jax.grad(total(scanned)))(x)
-    np.testing.assert_allclose(gradient, right, rtol=1e-6)
-    tangent = jax.jit(lambda x: jax.jvp(there, (x,), (2 * x,))[1], out_shardings=dst)(x)
+    def moved_in_vmap(x):
+        stack = jnp.stack([x, 2 * x])
+        return jax.vmap(move_there)(stack)
+
+    gradient = jax.jit(jax.grad(sum_of_scan))(x)
+    expected = jax.jit(jax.grad(plain_sum))(VALUES)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    tangent = jax.jit(tangent_of, out_shardings=dst)(x)
     assert_lies(tangent, 2 * VALUES, dst)
-    stacked = jax.jit(lambda x: jax.vmap(there)(jnp.stack([x, 2 * x])))(x)
+    stacked = jax.jit(moved_in_vmap)(x)
     np.testing.assert_array_equal(stacked, np.stack([VALUES, 2 * VALUES]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_src_is_ignored_outside_of_jit(kind):
     source = mesh(kind, a=2, b=2)
-    there = mesh(kind, x=2, y=2)
+    target_mesh = mesh(kind, x=2, y=2)
     rows = NamedSharding(source, P("a"))
     columns = NamedSharding(source, P("b"))
     weights = jax.device_put(VALUES, columns)
+    ones = np.ones_like(VALUES)
+    placed_ones = jax.device_put(ones, rows)
 
-    sharding = NamedSharding(there, P(None, ("y", "x")))
     for target in (
-        NamedSharding(there, P("x")),
-        sharding,
+        NamedSharding(target_mesh, P("x")),
+        NamedSharding(target_mesh, P(None, ("y", "x"))),
         rows,
     ):
-        # The cotangent comes in the sharding of the weights, which JAX lets `multiply`
-        # keep under Auto axes.
-        move_out = lambda x, target=target: move(x, target, src=rows)
-        ones = jax.device_put(np.ones_like(VALUES), rows)
-        moved, back = jax.vjp(move_out, ones)
-        placed = jax.device_put(VALUES, moved.sharding)
-        cotangents = [placed, jnp.asarray(VALUES)]
-        if kind == AxisType.Auto:
-            cotangents += [weights]
+        move_out = ft.partial(move, dst=target, src=rows)
+        moved, pull = jax.vjp(move_out, placed_ones)
         assert moved.sharding == target
-        for cotangent in cotangents if kind == AxisType.Auto else cotangents[:1]:
-            (gradient,) = back(cotangent)
+        cotangents = [jax.device_put(VALUES, moved.sharding)]
+        if kind == AxisType.Auto:
+            # The cotangent comes in the sharding of the weights, which JAX lets
+            # `multiply` keep under Auto axes.
+            cotangents += [jnp.asarray(VALUES), weights]
+        for cotangent in cotangents:
+            (gradient,) = pull(cotangent)
             np.testing.assert_array_equal(gradient, VALUES)
             assert gradient.sharding.is_equivalent_to(rows, 2)
-        stacked = jax.vmap(move_out)(jnp.stack([ones, 2 * ones]))
-        ones = np.ones_like(VALUES)
+        stack = jnp.stack([placed_ones, 2 * placed_ones])
+        stacked = jax.vmap(move_out)(stack)
         np.testing.assert_array_equal(stacked, np.stack([ones, 2 * ones]))
-        if kind == AxisType.Auto:  # an untrue source
-            np.testing.assert_array_equal(
-                jax.jvp(move_out, (weights,), (weights,))[0], VALUES
-            )
+        if kind == AxisType.Auto:
+            # The source is untrue.
+            moved_weights, _ = jax.jvp(move_out, (weights,), (weights,))
+            np.testing.assert_array_equal(moved_weights, VALUES)
 
 
 def test_what_vmap_is_mapped_over_stays_sharded():
@@ -335,22 +351,24 @@ def test_what_vmap_is_mapped_over_stays_sharded():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_that_are_constants_inside_jit_move_too(kind):
-    source = mesh(kind, a=2, b=4)
-    there = mesh(kind, c=2, d=2, e=2)
-    src = NamedSharding(source, P("a", "b"))
-    dst = NamedSharding(there, P("e", ("d", "c")))
+    src = NamedSharding(mesh(kind, a=2, b=4), P("a", "b"))
+    target_mesh = mesh(kind, c=2, d=2, e=2)
+    dst = NamedSharding(target_mesh, P("e", ("d", "c")))
     x = jax.device_put(VALUES, src)
-    placed = jax.device_put(2 * VALUES, src)
-    others = {
-        "placed": placed,
+    constants = {
+        "placed": jax.device_put(2 * VALUES, src),
         "elsewhere": jnp.asarray(3 * VALUES),
         "numpy": 4 * VALUES,
     }
-    fn = lambda x: reshard({"traced": x, **others}, dst, src=src)
-    moved = jax.jit(fn, out_shardings=dst)(x)
-    for name, factor in (("traced", 1), ("placed", 2), ("elsewhere", 3), ("numpy", 4)):
-        assert moved[name].sharding == dst
-        np.testing.assert_array_equal(moved[name], factor * VALUES)
+
+    def moved(x):
+        return reshard({"traced": x, **constants}, dst, src=src)
+
+    arrays = jax.jit(moved, out_shardings=dst)(x)
+    factors = {"traced": 1, "placed": 2, "elsewhere": 3, "numpy": 4}
+    for name, factor in factors.items():
+        assert arrays[name].sharding == dst
+        np.testing.assert_array_equal(arrays[name], factor * VALUES)
 
 
 def test_sums_that_are_due_are_left_to_jax():
@@ -360,9 +378,12 @@ def test_sums_that_are_due_are_left_to_jax():
     dst = NamedSharding(square, P(None, None))
     rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
     columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
-    product = jax.jit(
-        lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst)
-    )(rows, columns)
+
+    def moved_product(x, y):
+        product = jnp.einsum("ij,jk->ik", x, y, out_sharding=src)
+        return move(product, dst)
+
+    product = jax.jit(moved_product)(rows, columns)
     np.testing.assert_allclose(product, VALUES @ VALUES.T, rtol=1e-5)
 
 
@@ -370,13 +391,14 @@ def test_sums_that_are_due_are_left_to_jax():
 @pytest.mark.parametrize("layouts", [("", "b"), ("b", ""), ("b", "b")])
 def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
     square = mesh(AxisType.Explicit, a=2, b=4)
-    other = mesh(AxisType.Explicit, c=2, b=4)
-    reduced = [frozenset(end) for end in layouts]
-    src = NamedSharding(square, P("a", None, reduced=reduced[0]))
-    spec = P(None, "c" if cross else "a", reduced=reduced[1])
-    dst = NamedSharding(other if cross else square, spec)
-    tree = jax.device_put(VALUES, NamedSharding(square, P("a", None)))
-    x = jax.sharding.reshard(tree, src)
+    src_reduced, dst_reduced = map(frozenset, layouts)
+    src = NamedSharding(square, P("a", None, reduced=src_reduced))
+    dst = NamedSharding(square, P(None, "a", reduced=dst_reduced))
+    if cross:
+        other = mesh(AxisType.Explicit, c=2, b=4)
+        dst = NamedSharding(other, P(None, "c", reduced=dst_reduced))
+    rows = jax.device_put(VALUES, NamedSharding(square, P("a", None)))
+    x = jax.sharding.reshard(rows, src)
     eager = reshard(x, dst)
     seen = []
 
@@ -388,45 +410,40 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
     assert_lies(jax.jit(moved)(x), VALUES, dst)
     assert seen == [NamedSharding(dst.mesh.abstract_mesh, dst.spec)]
     assert eager.sharding.spec == dst.spec  # pyright: ignore[reportAttributeAccessIssue]
-    if cross:  # which JAX's own does not do
+    if cross:
+        # JAX's own function does not move to another mesh.
         return
-    due = NamedSharding(square, P(None, "a", unreduced=reduced[1]))
+    due = NamedSharding(square, P(None, "a", unreduced=dst_reduced))
     tangents = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=due)
-    with jax.set_mesh(square):
-        cases = (move, jax.sharding.reshard)
-        pulled = [
-            jax.eval_shape(
-                lambda x, y, function=strategy: jax.vjp(lambda x: function(x, dst), x)[
-                    1
-                ](y)[0],
-                x,
-                tangents,
-            )
-            for strategy in cases
-        ]
-    assert (
-        pulled[0].sharding.spec
-        == pulled[1].sharding.spec
-        == P("a", None, unreduced=reduced[0])
-    )
+    expected_spec = P("a", None, unreduced=src_reduced)
+    for function in (move, jax.sharding.reshard):
+
+        def pull(x, y, function=function):
+            _, pulled = jax.vjp(lambda x: function(x, dst), x)
+            (cotangent,) = pulled(y)
+            return cotangent
+
+        with jax.set_mesh(square):
+            cotangent = jax.eval_shape(pull, x, tangents)
+        assert cotangent.sharding.spec == expected_spec
 
 
 def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
     square = mesh(AxisType.Explicit, a=2, b=4)
-    plain = P("a", None)
-    reduced = P("a", None, reduced=frozenset({"b"}))
-    tree = jax.device_put(VALUES, NamedSharding(square, plain))
-    x = jax.sharding.reshard(
-        tree,
-        NamedSharding(square, reduced),
-    )
+    plain = NamedSharding(square, P("a", None))
+    reduced = NamedSharding(square, P("a", None, reduced=frozenset({"b"})))
+    rows = jax.device_put(VALUES, plain)
+    x = jax.sharding.reshard(rows, reduced)
     dst = NamedSharding(square, P(None, "a"))
 
+    def loss(x):
+        return jnp.sum(move(x, dst) ** 2)
+
     def gradient(x):
-        due = jax.grad(lambda x: jnp.sum(move(x, dst) ** 2))(x)
+        due = jax.grad(loss)(x)
         expected = P("a", None, unreduced=frozenset({"b"}))
         assert jax.typeof(due).sharding.spec == expected
-        return jax.sharding.reshard(due, NamedSharding(square, plain))
+        return jax.sharding.reshard(due, plain)
 
     with jax.set_mesh(square):
         np.testing.assert_array_equal(jax.jit(gradient)(x), 2 * VALUES)
@@ -442,11 +459,10 @@ def test_mixed_axis_types_are_refused_inside_jit_alone(types):
     for kind in (AxisType.Explicit, AxisType.Auto):
         src = NamedSharding(mesh(kind, a=2, b=4), P("a", "b"))
         x = put(VALUES, src)
-        with pytest.raises(
-            SpecError,
-            match="of mixed axis types, .*reshard outside|Auto axes and the target's",
-        ):
-            jax.jit(lambda x, src=src: move(x, dst, src=src), out_shardings=dst)(x)
+        jitted = jax.jit(ft.partial(move, dst=dst, src=src), out_shardings=dst)
+        message = "of mixed axis types, .*reshard outside|Auto axes and the target's"
+        with pytest.raises(SpecError, match=message):
+            jitted(x)
         assert_lies(move(x, dst), VALUES, dst)
 
 
@@ -454,9 +470,9 @@ def test_mixed_axis_types_are_refused_inside_jit_alone(types):
 def test_meshes_without_devices_under_another_mesh(kind):
     around = mesh(kind, a=2, b=4)
     abstract_mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
-    there = AbstractMesh((8,), ("z",), axis_types=(kind,))
+    target_mesh = AbstractMesh((8,), ("z",), axis_types=(kind,))
     src = NamedSharding(abstract_mesh, P("x", "y"))
-    dst = NamedSharding(there, P(None, "z"))
+    dst = NamedSharding(target_mesh, P(None, "z"))
     fn = jax.jit(lambda x, src: move(x, dst, src=src), static_argnums=1)
     x = put(VALUES, NamedSharding(around, P("a", "b")))
     with jax.set_mesh(around):
@@ -479,18 +495,18 @@ def test_meshes_without_devices_under_another_mesh(kind):
 @pytest.mark.parametrize("spec", [P(), P(None, "b"), P("a", "b"), None])
 def test_what_is_compiled_sends_what_is_planned(dtype, spec):
     src, dst = pair()
-    array = (
-        (256, 256),
-        jnp.dtype(dtype),
-        src,
-        dst if spec is None else NamedSharding(src.mesh, spec),
-    )
-    sent = [
-        wire_bytes(lowered(fn, *array).compile().as_text(), 8)
-        for fn in (steps_program(*array), lambda x: x)
-    ]
+    if spec is not None:
+        dst = NamedSharding(src.mesh, spec)
+    array_move = ((256, 256), jnp.dtype(dtype), src, dst)
+
+    def sent_bytes(program):
+        compiled = lowered(program, *array_move).compile()
+        return wire_bytes(compiled.as_text(), 8)
+
+    bytes_of_steps = sent_bytes(steps_program(*array_move))
+    assert bytes_of_steps == planned(*array_move).wire_bytes
     # XLA's own program of the pair replicates the array.
-    assert sent[0] == planned(*array).wire_bytes <= sent[1]
+    assert bytes_of_steps <= sent_bytes(lambda x: x)
 
 
 def test_between_slices_the_planned_steps_cross_less_than_xla():
@@ -499,30 +515,34 @@ def test_between_slices_the_planned_steps_cross_less_than_xla():
     mesh_spec = MeshSpec(axes, dcn={"slices": 2})
     src = NamedSharding(m, P("b", "a"))
     dst = NamedSharding(m, P("slices", "a"))
-    chosen = move_of(
-        (256, 256),
-        jnp.dtype("float32"),
+    shape = (256, 256)
+    dtype = jnp.dtype("float32")
+    planned_move = move_of(
+        shape,
+        dtype,
         src,
         dst,
         copies=False,
         meshes=(mesh_spec, mesh_spec),
     )
-    plan = chosen.plan
+    plan = planned_move.plan
     assert plan is not None
     # The other half of a row's columns is in the own slice: nothing need cross.
     assert plan.wire_bytes == 256 * 256 * 4 // 4
     assert plan.dcn_bytes == 0
-    ours, theirs = (
-        lowered(fn=fn, shape=(256, 256), dtype=jnp.dtype("float32"), src=src, dst=dst)
-        .compile()
-        .as_text()
-        for fn in (program_of(plan, 2, src, dst), lambda x: x)
-    )
-    assert wire_bytes(ours, 8) == plan.wire_bytes
-    assert wire_bytes(ours, 8, slices=2) == 0
-    assert wire_bytes(theirs, 8, slices=2) == 256 * 256 * 4 // 8
-    values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
-    assert_lies(carry_out(chosen, put(values, src)), values, dst)
+
+    def compiled_text(program):
+        lowered_program = lowered(program, shape, dtype, src, dst)
+        return lowered_program.compile().as_text()
+
+    text_of_steps = compiled_text(program_of(plan, 2, src, dst))
+    assert wire_bytes(text_of_steps, 8) == plan.wire_bytes
+    assert wire_bytes(text_of_steps, 8, slices=2) == 0
+    text_of_xla = compiled_text(lambda x: x)
+    assert wire_bytes(text_of_xla, 8, slices=2) == 256 * 256 * 4 // 8
+    values = np.arange(256 * 256, dtype=np.float32).reshape(shape)
+    moved = carry_out(planned_move, put(values, src))
+    assert_lies(moved, values, dst)
 
 
 def test_errors_say_what_to_do():
@@ -540,7 +560,7 @@ def test_errors_say_what_to_do():
     permuted = NamedSharding(device_mesh, P("c"))
     with pytest.raises(MeshError, match="different orders.*reshard outside"):
         jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
-    typed = pair(AxisType.Explicit)[1]
+    _, typed = pair(AxisType.Explicit)
     with pytest.raises(
         SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"
     ):
@@ -555,8 +575,9 @@ def test_errors_say_what_to_do():
     few = NamedSharding(Mesh(devices, ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
         jax.jit(lambda x: move(x, few, src=src))(put(VALUES, src))
-    cases = (P("a"), P(None, "a"))
-    rows, columns = (NamedSharding(AbstractMesh((8,), ("a",)), spec) for spec in cases)
+    abstract_mesh = AbstractMesh((8,), ("a",))
+    rows = NamedSharding(abstract_mesh, P("a"))
+    columns = NamedSharding(abstract_mesh, P(None, "a"))
     with pytest.raises(
         MeshError, match="outside of `jit` .* has no devices .* give a jax Mesh"
     ):
