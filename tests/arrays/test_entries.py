@@ -22,12 +22,12 @@ TREE = {"w": np.arange(32.0, dtype=np.float32).reshape(4, 8)}
 @pytest.fixture(scope="module")
 def plans():
     spec = MeshSpec({"data": 2, "tensor": 2})
-    sides = jax.devices()[:4], jax.devices()[4:], jax.devices()[3::-1]
-    meshes = [
-        jax.sharding.Mesh(np.array(side).reshape(2, 2), spec.axis_names)
-        for side in sides
-    ]
-    return [sfx.plan(TREE, mesh, paths=RULES, axes=AXES) for mesh in meshes]
+    devices = np.array(jax.devices())
+    plans = []
+    for side in (devices[:4], devices[4:], devices[3::-1]):
+        mesh = jax.sharding.Mesh(side.reshape(2, 2), spec.axis_names)
+        plans.append(sfx.plan(TREE, mesh, paths=RULES, axes=AXES))
+    return plans
 
 
 def test_what_is_no_sharding_is_named(plans):
@@ -45,17 +45,17 @@ def test_what_is_no_sharding_is_named(plans):
 
 
 def test_plans_on_several_meshes_are_named(plans):
-    first_plan, there, _ = plans
+    first_plan, second_plan, _ = plans
     text = (
         r"an entry of `{}` of .* is on devices \[4, 5, 6, 7\], and an entry of"
         r" `in_shardings` of .* is on devices "
         r"\[0, 1, 2, 3\]; .*give each a function of its own, and `reshard` between them"
     )
     with pytest.raises(PlanMismatchError, match=text.format("in_shardings")):
-        filter_jit(lambda a, b: a["w"] + b["w"], in_shardings=(first_plan, there))
+        filter_jit(lambda a, b: a["w"] + b["w"], in_shardings=(first_plan, second_plan))
     with pytest.raises(PlanMismatchError, match=text.format("out_shardings")):
-        filter_jit(lambda a: a, in_shardings=(first_plan,), out_shardings=there)
-    inside = filter_jit(lambda a: sfx.shard(a, there), in_shardings=(first_plan,))
+        filter_jit(lambda a: a, in_shardings=(first_plan,), out_shardings=second_plan)
+    inside = filter_jit(lambda a: sfx.shard(a, second_plan), in_shardings=(first_plan,))
     with pytest.raises(
         PlanMismatchError,
         match="use plans on one mesh inside one function.*JAX says: .*constraint",
@@ -69,15 +69,16 @@ def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
     runtime fails, or crashes.
     """
     step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
-    cases = (plans[0], plans[other])
-    source, there = (sfx.shard(TREE, plan) for plan in cases)
+    source = sfx.shard(TREE, plans[0])
+    on_other_devices = sfx.shard(TREE, plans[other])
     for _ in range(2):
         with pytest.raises(
             PlanMismatchError,
             match=r"`w` of argument 0 .* lies by .* on devices \[(4|3)",
         ):
-            step(there)
-        assert np.array_equal(step(source)["w"], TREE["w"])
+            step(on_other_devices)
+        moved = step(source)
+        assert np.array_equal(moved["w"], TREE["w"])
     # What is on no devices yet, or on none of its own choice, goes where the entry
     # says.
     for arguments in (TREE, {"w": jnp.asarray(TREE["w"])}):
@@ -88,15 +89,18 @@ def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
 def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):
     sharding = NamedSharding(plans[0].jax_mesh, P("tensor"))
     other = jax.device_put(TREE["w"], sharding)
+    step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
     with pytest.raises(
         PlanMismatchError,
         match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is",
     ):
-        filter_jit(lambda tree: tree, in_shardings=(plans[0],))({"w": other})
+        step({"w": other})
 
 
 def test_jax_moves_whole_arrays_to_an_entry_of_one_device(plans):
-    first, other = (SingleDeviceSharding(device) for device in jax.devices()[:2])
+    first_device, other_device, *_ = jax.devices()
+    first = SingleDeviceSharding(first_device)
+    other = SingleDeviceSharding(other_device)
     run = filter_jit(lambda x: x + 1, in_shardings=(first,))
     mesh = plans[0].jax_mesh
     for sharding in (other, NamedSharding(mesh, P())):

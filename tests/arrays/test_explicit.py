@@ -38,22 +38,31 @@ KINDS = [
 ]
 
 
+LETTERS = {EXPLICIT: "E", AUTO: "a"}
+
+
 def name_of(kinds: dict[str, AxisType]) -> str:
-    letters = {True: "E", False: "a"}
-    return "".join(letters[kind is EXPLICIT] for kind in kinds.values())
+    return "".join(LETTERS[kind] for kind in kinds.values())
 
 
 # Every kind once, with an ambient mesh or without one; the plain kinds both ways.
-CASES = [(kinds, position in (2, 5, 6)) for position, kinds in enumerate(KINDS)] + [
+CASES = [
+    *((kinds, position in (2, 5, 6)) for position, kinds in enumerate(KINDS)),
     (KINDS[0], True),
     (KINDS[7], True),
 ]
 SOME_KINDS = pytest.mark.parametrize(
     "kinds", [KINDS[position] for position in (0, 2, 5, 7)], ids=name_of
 )
-TENSOR = [(name, "tensor") for name in ("heads", "joined_heads", "mlp")]
 AXES = AxisRules(
-    [("batch", ("data", "fsdp")), ("embed", "fsdp"), *TENSOR], units={"joined_heads": 8}
+    [
+        ("batch", ("data", "fsdp")),
+        ("embed", "fsdp"),
+        ("heads", "tensor"),
+        ("joined_heads", "tensor"),
+        ("mlp", "tensor"),
+    ],
+    units={"joined_heads": 8},
 )
 
 
@@ -65,47 +74,55 @@ class Block(eqx.Module):
     out: jax.Array = shardfx.field(names=("joined_heads", "embed"))
 
     def __init__(self, key: jax.Array):
-        array = jax.random.normal(key, (16, 32))
-        self.query = array / 4
-        seed = jax.random.fold_in(key, 1)
-        array = jax.random.normal(seed, (32, 16))
-        self.out = array / 6
+        self.query = jax.random.normal(key, (16, 32)) / 4
+        key_of_out = jax.random.fold_in(key, 1)
+        self.out = jax.random.normal(key_of_out, (32, 16)) / 6
         self.activation = jax.nn.silu
 
     def __call__(self, x: jax.Array, say: Callable[..., Any]) -> jax.Array:
         """`x`: batch, position, embed. Every weight is gathered along what it
         contracts.
         """
-        y = say(
-            x @ say(self.query, None, "joined_heads"), "batch", None, "joined_heads"
-        )
-        heads = say(y.reshape(*x.shape[:2], 4, 8), "batch", None, "heads", None)
+        batch, length, _ = x.shape
+        query = say(self.query, None, "joined_heads")
+        joined_heads = say(x @ query, "batch", None, "joined_heads")
+        heads = joined_heads.reshape(batch, length, 4, 8)
+        heads = say(heads, "batch", None, "heads", None)
         products = jnp.einsum("bqhd,bshd->bhqs", heads, heads) / 8
         scores = jax.nn.softmax(products, axis=-1)
-        mixed = say(jnp.einsum("bhqs,bshd->bqhd", scores, heads), "batch", ...)
-        activated = self.activation(mixed.reshape(y.shape))
-        return say(x + activated @ say(self.out), "batch", ...)
+        mixed = jnp.einsum("bhqs,bshd->bqhd", scores, heads)
+        mixed = say(mixed, "batch", ...)
+        activated = self.activation(mixed.reshape(joined_heads.shape))
+        whole_out = say(self.out)
+        return say(x + activated @ whole_out, "batch", ...)
 
 
-X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+NORMAL_ACTIVATIONS = np.random.default_rng(0).normal(size=(8, 6, 16))
+X = NORMAL_ACTIVATIONS.astype(np.float32)
 
 
 def plans(kinds: dict[str, AxisType]) -> tuple[ShardPlan, ShardPlan]:
     mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
     structs = eqx.filter_eval_shape(Block, jax.random.key(0))
-    sharding_plan = plan(structs, mesh, axes=AXES)
-    return sharding_plan, plan(X, mesh, names=("batch", None, None), axes=AXES)
+    params = plan(structs, mesh, axes=AXES)
+    batch = plan(X, mesh, names=("batch", None, None), axes=AXES)
+    return params, batch
 
 
 def saying(sharding_plan: ShardPlan | None) -> Callable[..., Any]:
     """Constrains an array by names; on one device says nothing."""
-    return lambda x, *names: (
-        x if sharding_plan is None else constrain(x, names, sharding_plan)
-    )
+
+    def say(x: Any, *names: Any) -> Any:
+        if sharding_plan is None:
+            return x
+        return constrain(x, names, sharding_plan)
+
+    return say
 
 
 def loss_of(block: Block, x: jax.Array, sharding_plan: ShardPlan | None) -> jax.Array:
-    return jnp.mean(block(x, saying(sharding_plan)) ** 2)
+    y = block(x, saying(sharding_plan))
+    return jnp.mean(y**2)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +133,9 @@ def expected() -> tuple[Any, Any]:
     return gather(loss), gather(grads)
 
 
-def assert_same(tree: Any, two: Any) -> None:
+def assert_same(tree: Any, other: Any) -> None:
     """Equal but for the order of sums: 1e-6 of the largest element."""
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(two), strict=True):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         atol = 2e-6 * np.abs(b).max()
         assert np.allclose(a, b, rtol=0, atol=atol)
 
@@ -132,25 +149,30 @@ def test_a_transformer_block_and_its_gradient_equal_one_device(
     kinds, ambient, expected
 ):
     params, batch = plans(kinds)
-    both = eqx.filter_value_and_grad(loss_of)
-    with jax.set_mesh(params.jax_mesh) if ambient else contextlib.nullcontext():
+    set_mesh = contextlib.nullcontext()
+    if ambient:
+        set_mesh = jax.set_mesh(params.jax_mesh)
+    with set_mesh:
         block = filter_jit(Block, out_shardings=params)(jax.random.key(0))
         step = filter_jit(
-            both, in_shardings=(params, batch), out_shardings=(None, params)
+            eqx.filter_value_and_grad(loss_of),
+            in_shardings=(params, batch),
+            out_shardings=(None, params),
         )
         loss, grads = step(block, shard(X, batch), params)
-        actual = specs_of(eqx.filter(block, eqx.is_array)).query
-        assert actual == P("fsdp", "tensor")
-        actual = specs_of(eqx.filter(grads, eqx.is_array)).out
-        assert actual == P("tensor", "fsdp")
-        gathered = gather((loss, eqx.filter(grads, eqx.is_array)))
+        arrays = eqx.filter(block, eqx.is_array)
+        assert specs_of(arrays).query == P("fsdp", "tensor")
+        arrays_of_grads = eqx.filter(grads, eqx.is_array)
+        assert specs_of(arrays_of_grads).out == P("tensor", "fsdp")
+        gathered = gather((loss, arrays_of_grads))
     assert_same(gathered, expected)
 
 
 # --- constrain under every transformation
 
 
-W = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+NORMAL_WEIGHTS = np.random.default_rng(1).normal(size=(8, 16))
+W = NORMAL_WEIGHTS.astype(np.float32)
 
 
 def tiny(kinds: dict[str, AxisType]) -> ShardPlan:
@@ -163,35 +185,44 @@ Say = Callable[..., Any]
 
 
 def scan(say, x):
-    return jax.lax.scan(
-        lambda carry, _: (say(jnp.sin(carry), "batch", "mlp"), None),
-        say(x, "batch", "mlp"),
-        None,
-        3,
-    )[0]
+    def turn(carry, _):
+        return say(jnp.sin(carry), "batch", "mlp"), None
+
+    start = say(x, "batch", "mlp")
+    result, _ = jax.lax.scan(turn, start, length=3)
+    return result
 
 
 def remat(say, x):
-    return jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...))(
-        x
-    )
+    @jax.checkpoint
+    def sine(x):
+        constrained = say(x, "batch", "mlp")
+        return say(jnp.sin(constrained), "batch", ...)
+
+    return sine(x)
 
 
 def cond(say, x):
-    return jax.lax.cond(
-        x.sum() > 0,
-        lambda x: say(x * 2, "batch", "mlp"),
-        lambda x: say(x * 3, "batch", "mlp"),
-        say(x, "batch", "mlp"),
-    )
+    def doubled(x):
+        return say(x * 2, "batch", "mlp")
+
+    def tripled(x):
+        return say(x * 3, "batch", "mlp")
+
+    constrained = say(x, "batch", "mlp")
+    return jax.lax.cond(x.sum() > 0, doubled, tripled, constrained)
 
 
 def vmap(say, x):
-    return jax.vmap(lambda row: say(jnp.sin(row), "mlp"))(x)
+    def sine(row):
+        return say(jnp.sin(row), "mlp")
+
+    return jax.vmap(sine)(x)
 
 
 def made_inside(say, x):
-    return say(jnp.arange(16.0), "mlp") + say(x, "batch", "mlp")
+    numbers = say(jnp.arange(16.0), "mlp")
+    return numbers + say(x, "batch", "mlp")
 
 
 PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
@@ -209,13 +240,17 @@ def test_constrain_changes_no_value_and_no_gradient(kinds, program):
     sharding_plan = tiny(kinds)
     w = shard({"w": W}, sharding_plan)["w"]
 
-    run = lambda say: jax.jit(
-        jax.value_and_grad(lambda w: (program(say, w) ** 2).sum())
-    )
-    tree = gather(run(saying(sharding_plan))(w))
-    output = run(saying(None))(jnp.asarray(W))
-    gathered = gather(output)
-    assert_same(tree, gathered)
+    def value_and_gradient(w, plan_of_program):
+        say = saying(plan_of_program)
+
+        def loss(w):
+            return (program(say, w) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(w)
+
+    actual = gather(value_and_gradient(w, sharding_plan))
+    expected = gather(value_and_gradient(jnp.asarray(W), None))
+    assert_same(actual, expected)
 
 
 # --- six devices, odd sizes
@@ -228,10 +263,11 @@ def test_odd_sizes_on_two_by_three_devices(types):
     axes = {"data": 2, "tensor": 3}
     devices = jax.devices()[:6]
     mesh = MeshSpec(axes, axis_types=types).build(devices)
+    numbers = X.ravel()
     tree = {
-        "embed": X.reshape(-1)[:711].reshape(237, 3),
-        "odd": X.reshape(-1)[:35].reshape(7, 5),
-        "bias": X[0, 0, :6],
+        "embed": numbers[:711].reshape(237, 3),
+        "odd": numbers[:35].reshape(7, 5),
+        "bias": numbers[:6],
     }
     rules = PathRules(
         [
@@ -250,12 +286,15 @@ def test_odd_sizes_on_two_by_three_devices(types):
     placed = shard(tree, sharding_plan)
     assert specs_of(placed) == sharding_plan.specs
 
-    twice = lambda tree: jax.tree.map(
-        lambda x: constrain(2 * x, P("tensor"), sharding_plan), tree
+    def doubled_leaf(x):
+        return constrain(2 * x, P("tensor"), sharding_plan)
+
+    step = filter_jit(
+        lambda tree: jax.tree.map(doubled_leaf, tree),
+        in_shardings=(sharding_plan,),
+        out_shardings=sharding_plan,
     )
-    doubled = filter_jit(
-        twice, in_shardings=(sharding_plan,), out_shardings=sharding_plan
-    )(placed)
+    doubled = step(placed)
     assert specs_of(doubled) == sharding_plan.specs
-    for a, b in zip(*map(jax.tree.leaves, (tree, gather(doubled))), strict=True):
-        assert np.array_equal(2 * a, b)
+    for path, array in gather(doubled).items():
+        assert np.array_equal(array, 2 * tree[path])

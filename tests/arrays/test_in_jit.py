@@ -61,8 +61,9 @@ def test_shard_inside_jit_constrains(kind):
     assert w.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
     assert b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
+    jitted = jax.jit(lambda w: shard({**TREE, "w": w[:4]}, sharding_plan))
     with pytest.raises(PlanMismatchError, match="leaf `w`"):
-        jax.jit(lambda w: shard({**TREE, "w": w[:4]}, sharding_plan))(TREE["w"])
+        jitted(TREE["w"])
 
 
 @KINDS
@@ -72,13 +73,17 @@ def test_shard_inside_jit_constrains(kind):
 def test_a_constant_is_constrained_inside_jit(kind, constant):
     sharding_plan = made_for(kind)
     # JAX itself compiles an Explicit constraint for the devices of an argument only.
-    array = np.zeros((8, 16), np.float32)
-    zero = jax.device_put(array, sharding_plan.shardings["w"])
-    both = lambda: (
-        constrain(constant, ("batch", "mlp"), sharding_plan),
-        shard({**TREE, "w": constant}, sharding_plan)["w"],
-    )
-    for out in jax.jit(lambda zero: (zero, *both()))(zero)[1:]:
+    zeros = np.zeros((8, 16), np.float32)
+    placed_zeros = jax.device_put(zeros, sharding_plan.shardings["w"])
+
+    @jax.jit
+    def both(zeros):
+        constrained = constrain(constant, ("batch", "mlp"), sharding_plan)
+        tree = shard({**TREE, "w": constant}, sharding_plan)
+        return zeros, constrained, tree["w"]
+
+    _, *outs = both(placed_zeros)
+    for out in outs:
         assert out.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
         assert np.array_equal(out, constant)
 
@@ -94,9 +99,10 @@ def test_constrain_can_explain(kind):
         decisions.append(decision)
         return x
 
-    array = np.ones((8, 6), np.float32)
-    x = jax.device_put(array, NamedSharding(mesh_of(sharding_plan), P()))
-    sharding = NamedSharding(mesh_of(sharding_plan), P("data"))
+    mesh = mesh_of(sharding_plan)
+    ones = np.ones((8, 6), np.float32)
+    x = jax.device_put(ones, NamedSharding(mesh, P()))
+    sharding = NamedSharding(mesh, P("data"))
     assert inside(x).sharding.is_equivalent_to(sharding, 2)
     _, outside = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
     assert decisions == [outside]
@@ -122,35 +128,49 @@ def test_a_strict_plan_makes_constrain_strict():
 @KINDS
 def test_axes_of_size_one_stay_and_trip_nothing(kind):
     mesh = MeshSpec({"data": 8, "fsdp": 1}, axis_types=kind).build(jax.devices())
-    rules = [("batch", ("data", "fsdp")), ("embed", "fsdp")]
-    axes = AxisRules(rules)
+    axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
     names = {"w": ("embed", None)}
-    sharding_plan = plan({"w": TREE["w"].T}, mesh, names=names, axes=axes)
-    sharded = shard({"w": TREE["w"].T}, sharding_plan)
-    w = sharded["w"]
+    tree = {"w": TREE["w"].T}
+    sharding_plan = plan(tree, mesh, names=names, axes=axes)
+    w = shard(tree, sharding_plan)["w"]
     x = jax.device_put(TREE["w"], NamedSharding(mesh, P("data")))
 
     @jax.jit
     def step(x, w):
         # `with_sharding_constraint` of the same spec is refused or asserts.
         x = constrain(x, ("batch", None), sharding_plan)
-        constrained = constrain(x[:, :8], ("batch", None), sharding_plan)
-        return constrained + x @ constrain(w, (None, None), sharding_plan)
+        columns = constrain(x[:, :8], ("batch", None), sharding_plan)
+        whole_w = constrain(w, (None, None), sharding_plan)
+        return columns + x @ whole_w
 
-    assert np.allclose(step(x, w), TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
+    expected = TREE["w"] @ TREE["w"].T + TREE["w"][:, :8]
+    assert np.allclose(step(x, w), expected)
 
 
 def test_a_constraint_that_would_do_nothing_is_an_error():
     sharding_plan = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
-    there = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
+    built_plan = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
     x = jnp.asarray(TREE["w"])
-    inside = lambda x: constrain(2 * x, ("batch", "mlp"), sharding_plan)
+
+    def inside(x):
+        return constrain(2 * x, ("batch", "mlp"), sharding_plan)
+
+    def placed_inside(x):
+        tree = shard({**TREE, "w": x}, sharding_plan)
+        return tree["w"]
+
+    def summed_inside(x):
+        return inside(x).sum()
+
+    jitted = jax.jit(inside)
+    jitted_vmap = jax.jit(jax.vmap(inside))
+    jitted_gradient = jax.jit(jax.value_and_grad(summed_inside))
     for attempt in (
-        lambda: jax.jit(inside)(x),
-        lambda: jax.jit(lambda x: shard({**TREE, "w": x}, sharding_plan)["w"])(x),
-        lambda: jax.jit(jax.vmap(inside))(x[None]),
-        lambda: jax.jit(jax.value_and_grad(lambda x: inside(x).sum()))(x),
-        lambda: jax.jit(inside).lower(x),
+        lambda: jitted(x),
+        lambda: jax.jit(placed_inside)(x),
+        lambda: jitted_vmap(x[None]),
+        lambda: jitted_gradient(x),
+        lambda: jitted.lower(x),
     ):
         with pytest.raises(
             PlanMismatchError,
@@ -160,57 +180,68 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
     # Wherever the program is for the mesh, it does what it says, also to what lies on
     # no mesh by itself.
     spec = P("data", "tensor")
-    placed = jax.device_put(x, there.shardings["w"])
-    assert jax.jit(inside)(placed).sharding.spec == spec
-    sharding = jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding
-    actual = sharding.spec
-    assert actual == spec
-    sharding = jax.jit(inside, out_shardings=there.shardings["w"])(x).sharding
-    actual = sharding.spec
-    assert actual == spec
-    with jax.set_mesh(mesh_of(there)):
-        assert jax.jit(inside)(x).sharding.spec == spec
-    gradient = jax.jit(
-        lambda y: (y, jax.grad(lambda z: inside(z * jnp.ones((8, 16))).sum())(1.0))
-    )(placed)[1]
+    sharding = built_plan.shardings["w"]
+    placed = jax.device_put(x, sharding)
+    assert jitted(placed).sharding.spec == spec
+
+    def beside_a_constant(y):
+        return y, inside(jnp.ones((8, 16)))
+
+    _, constrained_ones = jax.jit(beside_a_constant)(placed)
+    assert constrained_ones.sharding.spec == spec
+    constrained = jax.jit(inside, out_shardings=sharding)(x)
+    assert constrained.sharding.spec == spec
+    with jax.set_mesh(mesh_of(built_plan)):
+        assert jitted(x).sharding.spec == spec
+
+    def beside_a_gradient(y):
+        def total(scale):
+            return summed_inside(scale * jnp.ones((8, 16)))
+
+        return y, jax.grad(total)(1.0)
+
+    _, gradient = jax.jit(beside_a_gradient)(placed)
     assert gradient == 2 * 8 * 16
     # Without a program there is nothing to say: shapes, and exports for devices that
     # are not there.
     assert jax.eval_shape(inside, x).shape == (8, 16)
-    lowered = (
-        jax.jit(inside)
-        .trace(sharding_plan.structs["w"])
-        .lower(lowering_platforms=("tpu",))
-    )
+    traced = jitted.trace(sharding_plan.structs["w"])
+    lowered = traced.lower(lowering_platforms=("tpu",))
     assert lowered.as_text()
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_a_constraint_on_a_closed_over_array_is_told(on):
     sharding_plan = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
-    there = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
-    w = shard(TREE, there)["w"]
+    built_plan = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
+    w = shard(TREE, built_plan)["w"]
     x = jnp.ones((8, 8))
-    inside = lambda w, x: constrain(
-        x @ w, ("batch", "mlp"), there if on else sharding_plan
-    )
+    plan_of_constraint = sharding_plan
+    if on:
+        plan_of_constraint = built_plan
+
+    def inside(w, x):
+        return constrain(x @ w, ("batch", "mlp"), plan_of_constraint)
+
     product = jax.jit(inside)(w, x)
     assert product.sharding.spec == P("data", "tensor")
     assert np.allclose(product, x @ TREE["w"])
-    if on:  # the devices of the plan are those of the program
-        closed = jax.jit(lambda x: inside(w, x))(x)
-        assert closed.sharding == product.sharding
-        assert np.allclose(closed, product)
-    else:  # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint
+    closed = jax.jit(lambda x: inside(w, x))
+    if on:
+        # The devices of the plan are those of the program.
+        closed_product = closed(x)
+        assert closed_product.sharding == product.sharding
+        assert np.allclose(closed_product, product)
+    else:
+        # JAX types the product on the mesh of `w`, runs it on the one device of `x`,
+        # and drops the constraint.
         with pytest.raises(
             PlanMismatchError,
             match="pass arrays that the function closes over as arguments",
         ):
-            jax.jit(lambda x: inside(w, x))(x)
-    sharding = jax.jit(lambda x: inside(w, x))(
-        jax.device_put(x, there.sharding(()))
-    ).sharding
-    assert sharding == product.sharding
+            closed(x)
+    placed = jax.device_put(x, built_plan.sharding(()))
+    assert closed(placed).sharding == product.sharding
 
 
 def test_gather_inside_jit_says_what_to_do():
@@ -218,6 +249,6 @@ def test_gather_inside_jit_says_what_to_do():
         LeafTypeError,
         match=r"array `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition",
     ):
-        jax.jit(lambda x: gather({"a": {"w": x}}))(TREE["w"])
+        jax.jit(gather)({"a": {"w": TREE["w"]}})
     with pytest.raises(LeafTypeError, match="the array, float32"):
         jax.jit(gather)(TREE["w"])

@@ -21,7 +21,9 @@ def plan():
 
 
 def changed(tree, **leaves):
-    return {"layers": [*tree["layers"][:2], {**tree["layers"][2], **leaves}]}
+    """The tree with other leaves in its last layer."""
+    *first_layers, last_layer = tree["layers"]
+    return {"layers": [*first_layers, {**last_layer, **leaves}]}
 
 
 def test_nothing_is_misplaced_where_the_plan_put_it(plan):
@@ -33,15 +35,18 @@ def test_nothing_is_misplaced_where_the_plan_put_it(plan):
 def test_equal_layouts_under_other_names_are_not_misplaced(plan):
     placed = sfx.shard(TREE, plan)
     devices = np.array(jax.devices())
-    mesh = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
-    renamed = NamedSharding(mesh, P(("b", "c")))
-    mesh = Mesh(devices.reshape(2, 4)[::-1], ("data", "fsdp"))
-    flipped = NamedSharding(mesh, P("fsdp"))
-    mesh = Mesh(np.roll(devices, 1).reshape(2, 4), ("data", "fsdp"))
-    rotated = NamedSharding(mesh, P("fsdp"))
-    for sharding, is_right in ((renamed, True), (flipped, True), (rotated, False)):
-        layers = TREE["layers"][0]["w"]
-        moved = changed(placed, w=jax.device_put(layers, sharding))
+    cube = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
+    rows = devices.reshape(2, 4)
+    flipped_mesh = Mesh(rows[::-1], ("data", "fsdp"))
+    rotated_devices = np.roll(devices, 1)
+    rotated_mesh = Mesh(rotated_devices.reshape(2, 4), ("data", "fsdp"))
+    for sharding, is_right in (
+        (NamedSharding(cube, P(("b", "c"))), True),
+        (NamedSharding(flipped_mesh, P("fsdp")), True),
+        (NamedSharding(rotated_mesh, P("fsdp")), False),
+    ):
+        w = jax.device_put(jnp.ones((8, 4)), sharding)
+        moved = changed(placed, w=w)
         assert bool(sfx.misplaced(moved, plan)) != is_right
     assert not sfx.misplaced(placed, plan.off())
 
@@ -54,13 +59,12 @@ def test_every_kind_of_mistake_is_a_row(plan):
         w=jax.device_put(jnp.ones((8, 4)), whole),
         extra=jax.device_put(jnp.ones(2), whole),
     )
-    del tree["layers"][0]
-    tree["layers"].insert(0, {"w": jnp.ones((8, 5)), "b": np.ones(4, np.float32)})
+    tree["layers"][0] = {"w": jnp.ones((8, 5)), "b": np.ones(4, np.float32)}
     del tree["layers"][1]["b"]
     rows = {row.path: row for row in sfx.misplaced(tree, plan)}
-    actual = {
-        path: (row.asked, row.found, row.excess_bytes) for path, row in rows.items()
-    }
+    actual = {}
+    for path, row in rows.items():
+        actual[path] = (row.asked, row.found, row.excess_bytes)
     expected = {
         "layers/0/w": ("f32[8,4] fsdp", "f32[8,5] on 1 device", 160 - 32),
         "layers/0/b": ("f32[4] -", "f32[4] on no device", 0),
@@ -75,12 +79,9 @@ def test_every_kind_of_mistake_is_a_row(plan):
 
 def test_dtypes_and_memory_kinds_count(plan):
     placed = sfx.shard(TREE, plan)
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
-    actual = {row.found for row in sfx.misplaced(low, plan)}
-    assert actual == {
-        "bf16[8,4] fsdp",
-        "bf16[4] -",
-    }
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
+    actual = {row.found for row in sfx.misplaced(narrow, plan)}
+    assert actual == {"bf16[8,4] fsdp", "bf16[4] -"}
     memory_kinds = [("w", "pinned_host")]
     hosted = sfx.plan(TREE, plan.jax_mesh, paths=RULES, memory_kinds=memory_kinds)
     assert not sfx.misplaced(sfx.shard(TREE, hosted), hosted)
@@ -90,8 +91,7 @@ def test_dtypes_and_memory_kinds_count(plan):
 
 def test_the_table_joins_arrays_that_are_alike(plan):
     tree = jax.device_put(TREE, NamedSharding(plan.jax_mesh, P()))
-    text = str(sfx.misplaced(tree, plan))
-    lines = text.splitlines()[1:]
+    _, *lines = str(sfx.misplaced(tree, plan)).splitlines()
     assert lines == [
         (
             "layers/{0..2}/w  f32[8,4] fsdp  f32[8,4] -     288 B  `shard(tree, plan)`,"
@@ -105,26 +105,29 @@ def test_traced_arrays_are_checked_by_type(plan):
     mesh_spec = sfx.MeshSpec(plan.mesh.shape, axis_types=AxisType.Explicit)
     mesh = mesh_spec.build(jax.devices())
     explicit = sfx.plan(TREE, mesh, paths=RULES)
-    calls = []
     whole = NamedSharding(mesh, P())
+    counts = []
 
+    def count_misplaced(tree):
+        counts.append(len(sfx.misplaced(tree, explicit)))
+
+    @jax.jit
     def step(tree):
-        calls.append(sfx.misplaced(tree, explicit))
-        turned = jax.tree.map(lambda x: x.T, tree)
-        calls.append(sfx.misplaced(jax.tree.map(lambda x: x.T, turned), explicit))
-        calls.append(
-            sfx.misplaced(
-                jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree), explicit
-            )
-        )
+        count_misplaced(tree)
+        turned = jax.tree.map(jnp.transpose, tree)
+        turned_back = jax.tree.map(jnp.transpose, turned)
+        count_misplaced(turned_back)
+        gathered = jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree)
+        count_misplaced(gathered)
         return tree
 
-    jax.jit(step)(sfx.shard(TREE, explicit))
-    assert [len(rows) for rows in calls] == [0, 0, 3]
+    step(sfx.shard(TREE, explicit))
+    assert counts == [0, 0, 3]
+    on_auto_axes = jax.jit(
+        lambda tree: sfx.misplaced(tree, plan) or tree,
+        in_shardings=(plan.shardings,),
+    )
     with pytest.raises(
         sfx.errors.LeafTypeError, match="is traced on a mesh with the Auto axes"
     ):
-        jax.jit(
-            lambda tree: sfx.misplaced(tree, plan) or tree,
-            in_shardings=(plan.shardings,),
-        )(sfx.shard(TREE, plan))
+        on_auto_axes(sfx.shard(TREE, plan))

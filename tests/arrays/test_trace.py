@@ -2,8 +2,6 @@
 devices.
 """
 
-import functools as ft
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,13 +20,21 @@ BATCH = {"x": np.ones((6, 4), np.float32)}
 
 
 def step(params, batch, *more, rate=0.5, **named):
-    y = batch["x"] @ params["w"] + params["b"] * rate + sum(more) + sum(named.values())
-    return {"new": jax.tree.map(lambda x: x * 2, params), "y": y, "text": "text"}
+    y = product(params, batch) + params["b"] * rate
+    y += sum(more)
+    y += sum(named.values())
+    doubled = jax.tree.map(lambda x: x * 2, params)
+    return {"new": doubled, "y": y, "text": "text"}
+
+
+def product(params, batch):
+    return batch["x"] @ params["w"]
 
 
 def plans(mesh: MeshSpec | Mesh = MESH):
-    sharding_plan = plan(PARAMS, mesh, paths=RULES, unused="allow")
-    return sharding_plan, plan(BATCH, mesh, paths=RULES, unused="allow")
+    params_plan = plan(PARAMS, mesh, paths=RULES, unused="allow")
+    batch_plan = plan(BATCH, mesh, paths=RULES, unused="allow")
+    return params_plan, batch_plan
 
 
 def traced(**kwargs):
@@ -67,13 +73,9 @@ def test_a_trace_says_what_it_takes():
         "rate": 3,
         "z": 4,
     }
-    assert arguments_by_path == expected  # fmt: skip
-    paths = {path for path, array in arrays.items() if array.is_donated}
-    assert paths == {
-        "params/w",
-        "params/b",
-        "more/0",
-    }
+    assert arguments_by_path == expected
+    donated_paths = {path for path, array in arrays.items() if array.is_donated}
+    assert donated_paths == {"params/w", "params/b", "more/0"}
     actual = [(array.struct.shape, array.struct.dtype) for array in trace.arrays]
     expected = [(aval.shape, aval.dtype) for aval in trace.jaxpr.in_avals]
     assert actual == expected
@@ -86,11 +88,11 @@ def test_a_trace_says_what_it_takes():
 
 def test_a_trace_says_what_it_returns():
     params, _ = plans()
-    shardings = NamedSharding(MESH.abstract(), P("data")), None
-    for out in (
-        {"new": params, "y": shardings[0], "text": None},
-        {"new": params, "y": None, "text": None},
-        None,
+    rows = NamedSharding(MESH.abstract(), P("data"))
+    for out, w_sharding, y_sharding in (
+        ({"new": params, "y": rows, "text": None}, params.shardings["w"], rows),
+        ({"new": params, "y": None, "text": None}, params.shardings["w"], None),
+        (None, None, None),
     ):
         trace = traced(out_shardings=out)
         struct_by_path = {result.path: result.struct for result in trace.results}
@@ -98,23 +100,22 @@ def test_a_trace_says_what_it_returns():
         assert shapes == [aval.shape for aval in trace.jaxpr.out_avals]
         assert set(struct_by_path) == {"new/w", "new/b", "y"}
         assert struct_by_path["new/w"].shape == (4, 8)
-        expected = params.shardings["w"] if out else None
-        assert struct_by_path["new/w"].sharding == expected
-        assert struct_by_path["y"].sharding == (out["y"] if out else None)
+        assert struct_by_path["new/w"].sharding == w_sharding
+        assert struct_by_path["y"].sharding == y_sharding
+
+    def named(x):
+        return {"b": x + 1, "a": (x.sum(),)}
+
     struct = jax.ShapeDtypeStruct((8,), jnp.float32)
-    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(struct)
-    assert [result.path for result in only.results] == ["a/0", "b"]
+    trace = filter_jit(named).trace(struct)
+    assert [result.path for result in trace.results] == ["a/0", "b"]
 
 
 def test_a_trace_has_what_that_of_jax_has():
     params, batch = plans()
-    jitted = filter_jit(
-        lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch)
-    )
+    jitted = filter_jit(product, in_shardings=(params, batch))
     ours = jitted.trace(params.structs, batch.structs)
-    theirs = jax.jit(lambda params, batch: batch["x"] @ params["w"]).trace(
-        params.structs, batch.structs
-    )
+    theirs = jax.jit(product).trace(params.structs, batch.structs)
     texts = [str(eqn.primitive) for eqn in ours.jaxpr.eqns]
     assert texts == [str(eqn.primitive) for eqn in theirs.jaxpr.eqns]
     assert ours.fun_name == theirs.fun_name
@@ -123,30 +124,27 @@ def test_a_trace_has_what_that_of_jax_has():
 
 def test_arrays_of_the_function_itself_are_named():
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
-    sharding_plan = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
-    named = [("Linear/weight", None), ("Linear/bias", None), ("x", 0)]
-    actual = [(array.path, array.argument) for array in sharding_plan.arrays]
-    assert actual == named
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)
+    trace = filter_jit(linear).trace(struct)
+    actual = [(array.path, array.argument) for array in trace.arrays]
+    assert actual == [("Linear/weight", None), ("Linear/bias", None), ("x", 0)]
 
 
 def test_live_arrays_may_stand_in_the_place_of_structs():
     params, batch = plans()
-    placed = [
-        shard(tree, sharding_plan.on(MESH.build(jax.devices())))
-        for tree, sharding_plan in ((PARAMS, params), (BATCH, batch))
-    ]
-    jitted = filter_jit(
-        lambda params, batch: batch["x"] @ params["w"], in_shardings=(params,)
-    )
-    for trees in ((PARAMS, BATCH), placed, jax.tree.map(jnp.asarray, (PARAMS, BATCH))):
+    mesh = MESH.build(jax.devices())
+    placed = (shard(PARAMS, params.on(mesh)), shard(BATCH, batch.on(mesh)))
+    of_one_device = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
+    jitted = filter_jit(product, in_shardings=(params,))
+    for trees, batch_sharding in (
+        ((PARAMS, BATCH), None),
+        (placed, batch.shardings["x"]),
+        (of_one_device, None),
+    ):
         trace = jitted.trace(*trees)
         sharding_by_path = {array.path: array.struct.sharding for array in trace.arrays}
         assert sharding_by_path["params/w"] == params.shardings["w"]
-        if trees is placed:
-            expected = batch.shardings["x"]
-        else:
-            expected = None
-        assert sharding_by_path["batch/x"] == expected
+        assert sharding_by_path["batch/x"] == batch_sharding
         assert "tensor" in trace.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -154,18 +152,15 @@ def test_live_arrays_may_stand_in_the_place_of_structs():
 def test_a_call_needs_devices(kind):
     mesh = MeshSpec(dict(MESH.shape), axis_types=kind)
     params, batch = plans(mesh)
-    run = ft.partial(filter_jit, lambda params, batch: batch["x"] @ params["w"])
-    struct = params.on(params.mesh.build(jax.devices()))
+    built_plan = params.on(params.mesh.build(jax.devices()))
     sharding = NamedSharding(params.mesh.abstract(), P("data"))
     assert isinstance(sharding.mesh, AbstractMesh)
-    output = run(in_shardings=(params, batch))
     for jitted in (
-        output,
-        run(in_shardings=(struct,), out_shardings=sharding),
+        filter_jit(product, in_shardings=(params, batch)),
+        filter_jit(product, in_shardings=(built_plan,), out_shardings=sharding),
     ):
-        lowered = jitted.trace(params.structs, batch.structs).lower(
-            lowering_platforms=("tpu",)
-        )
+        trace = jitted.trace(params.structs, batch.structs)
+        lowered = trace.lower(lowering_platforms=("tpu",))
         assert lowered.as_text()
         with pytest.raises(
             PlanMismatchError,
@@ -177,9 +172,7 @@ def test_a_call_needs_devices(kind):
 def test_a_struct_that_lies_otherwise_than_its_entry_is_an_error():
     mesh = MESH.build(jax.devices())
     for params, batch in (plans(), plans(mesh)):
-        jitted = filter_jit(
-            lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch)
-        )
+        jitted = filter_jit(product, in_shardings=(params, batch))
         for lies_on in (MESH.abstract(), mesh):
             sharding = NamedSharding(lies_on, P(None, "data"))
             other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=sharding)
