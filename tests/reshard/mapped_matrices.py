@@ -24,11 +24,28 @@ def unit(item):
     return item / jnp.linalg.norm(item)
 
 
+def expected_unit(matrix):
+    """What `unit` returns, computed by NumPy."""
+    values = np.asarray(matrix, np.float64)
+    return values / np.linalg.norm(values)
+
+
+def expected_units(matrices):
+    """`expected_unit` of each matrix in the last two dimensions."""
+    rows = matrices.reshape(-1, *matrices.shape[-2:])
+    units = np.stack([expected_unit(matrix) for matrix in rows])
+    return units.reshape(matrices.shape)
+
+
+def normal(seed, shape):
+    """Normally distributed float32 numbers of NumPy: JAX would compile for each shape."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def matrices(count, shape=(16, 32), dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), count)
     arrays = {}
-    for number, key in enumerate(keys):
-        arrays[f"w{number}"] = jax.random.normal(key, shape).astype(dtype)
+    for number in range(count):
+        arrays[f"w{number}"] = normal(number, shape).astype(dtype)
     return arrays
 
 

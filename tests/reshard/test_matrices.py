@@ -32,7 +32,17 @@ from shardfx.errors import (
     RuleError,
     SpecError,
 )
-from tests.reshard.mapped_matrices import FSDP, built, check, matrices, same, unit
+from tests.reshard.mapped_matrices import (
+    FSDP,
+    built,
+    check,
+    expected_unit,
+    expected_units,
+    matrices,
+    normal,
+    same,
+    unit,
+)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 24])
@@ -46,8 +56,8 @@ def test_each_matrix_is_whole(count, sizes):
         mesh_axes=("fsdp", "tensor"),
     )
     tree = matrices(count, (16, 36)) | {
-        "b": jnp.ones(8),
-        "scale": jnp.ones((), jnp.bfloat16),
+        "b": np.ones(8, np.float32),
+        "scale": np.ones((), jnp.bfloat16),
     }
     if count == 3:
         tree |= {"half": tree["w0"].astype(jnp.bfloat16)}
@@ -65,7 +75,7 @@ def test_each_matrix_is_whole(count, sizes):
     tolerance = 0.02 if "half" in tree else 1e-5
     units = {}
     for name, array in tree.items():
-        units[name] = unit(array) if array.ndim == 2 else array
+        units[name] = expected_unit(array) if array.ndim == 2 else array
     same(
         result,
         units,
@@ -81,7 +91,7 @@ def test_muon_sends_two_all_to_alls_and_no_more():
     tree = matrices(16, (64, 64)) | wide_by_name
     mesh = built({"fsdp": 8})
     result, mapped, traffic = check(orthogonal, tree, mesh)
-    theirs = _muon.orthogonalize_via_newton_schulz
+    theirs = jax.jit(_muon.orthogonalize_via_newton_schulz)
     with jax.numpy_dtype_promotion("standard"):
         coefficients = jnp.array([3.4445, -4.775, 2.0315])
         theirs_by_name = {}
@@ -187,17 +197,14 @@ def test_any_layout_and_any_owners(seed):
             divides = bool(axes) and size % sizes[axes[-1]] == 0
             is_sharded = divides and rng.random() < 0.7
             entries.append(axes.pop() if is_sharded else None)
-        tree[f"w{position}"] = x = jax.random.normal(
-            jax.random.key(position), (*many, *rest)
-        )
+        tree[f"w{position}"] = x = normal(position, (*many, *rest))
         leading = [None] * len(many)
         spec = P(*leading, *entries)
         rules.append((f"^w{position}$", spec))
         where[f"^w{position}$"] = len(many), len(rest) - 1
         rows = math.prod(rest[:-1])
         stacked = x.reshape(-1, rows, rest[-1])
-        mapped = jax.vmap(unit)
-        expected[f"w{position}"] = mapped(stacked).reshape(x.shape)
+        expected[f"w{position}"] = expected_units(stacked).reshape(x.shape)
     some = rng.sample([*sizes], 1)
     over = rng.choice([None, some])
     path_rules = PathRules(rules, mesh_axes=(*sizes,))
@@ -220,26 +227,18 @@ def test_leading_dimensions_count_matrices():
     }
     rules = [("layers", None), ("experts", "ep"), ("embed", "fsdp"), ("mlp", None)]
     axes = AxisRules(rules)
-    key = jax.random.key(1)
-    array = jax.random.normal(key, (8, 16, 32))
-    down = jax.random.normal(key, (8, 11, 32, 16))
     tree = {
-        "up": array,
-        "down": down,
+        "up": normal(0, (8, 16, 32)),
+        "down": normal(1, (8, 11, 32, 16)),
     }
     mesh = built({"ep": 2, "fsdp": 4})
     result, mapped, traffic = check(
         unit, tree, mesh, rules=None, names=names, axes=axes
     )
-    up = jax.vmap(unit)(tree["up"])
-    per_expert = jax.vmap(jax.vmap(unit))
-    same(
-        result,
-        {
-            "up": up,
-            "down": per_expert(tree["down"]),
-        },
-    )
+    expected_by_name = {}
+    for name, array in tree.items():
+        expected_by_name[name] = expected_units(array)
+    same(result, expected_by_name)
     actual = set()
     for exchange in mapped.exchanges:
         actual.add((exchange.lead_axes, exchange.axes))
@@ -253,12 +252,10 @@ def test_leading_dimensions_count_matrices():
 
 
 def test_convolutions_and_vectors_by_where():
-    key = jax.random.key(0)
-    array = jax.random.normal(key, (3, 3, 8, 16))
     tree = {
-        "conv": array,
-        "b": jnp.ones(8),
-        "step": jnp.zeros((), int),
+        "conv": normal(0, (3, 3, 8, 16)),
+        "b": np.ones(8, np.float32),
+        "step": np.zeros((), np.int32),
     }
 
     def doubled(item):
@@ -268,7 +265,7 @@ def test_convolutions_and_vectors_by_where():
     mesh = built({"fsdp": 8})
     result, _, _ = check(unit, tree, mesh, where=where)
     conv = tree["conv"].reshape(72, 16)
-    expected = unit(conv).reshape(tree["conv"].shape)
+    expected = expected_unit(conv).reshape(tree["conv"].shape)
     doubled_vector = 2 * tree["b"]
     same(result, {"conv": expected, "b": doubled_vector, "step": tree["step"]})
 
@@ -314,14 +311,14 @@ def test_states_stay_with_the_owners():
     states = jitted_init()
     sharded = sfx.shard(tree, sharding_plan)
     arrays = tree
-    factors = {}
-    for name, matrix in tree.items():
-        factors[name] = init(matrix)
+    on_one_device = jax.jit(preconditioned)
+    first_factors = init(tree["w0"])
+    factors = dict.fromkeys(tree, first_factors)
     for _ in range(3):
         sharded, states = step(sharded, states)
         both = {}
         for name, matrix in arrays.items():
-            both[name] = preconditioned(matrix, factors[name])
+            both[name] = on_one_device(matrix, factors[name])
         arrays, factors = (
             {name: pair[position] for name, pair in both.items()} for position in (0, 1)
         )
@@ -336,16 +333,12 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
         axes = ("fsdp", "tensor")
     else:
         axes = ("fsdp",)
-    up = jnp.ones((16, 32))
-    down = jnp.ones((32, 16))
-    layer = {"up": up, "down": down, "norm": jnp.ones(16)}
-    keys = jax.random.split(jax.random.key(0), len(layer))
-    shapes = {}
-    for name, array in layer.items():
-        shapes[name] = (11, *array.shape)
+    up = np.ones((16, 32), np.float32)
+    down = np.ones((32, 16), np.float32)
+    layer = {"up": up, "down": down, "norm": np.ones(16, np.float32)}
     stacked = {}
-    for name, key in zip(layer, keys, strict=True):
-        stacked[name] = np.array(jax.random.normal(key, shapes[name]))
+    for seed, (name, array) in enumerate(layer.items()):
+        stacked[name] = normal(seed, (11, *array.shape))
     rules = PathRules([("norm", P()), (".*", P(*axes))])
     matrix = plan(layer, mesh, paths=rules)
     rules = PathRules([("norm", P()), (".*", P(None, *axes))])
@@ -365,7 +358,7 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
     assert sharded["up"].is_deleted()
     mapped_items = {}
     for name, item in stacked.items():
-        mapped_items[name] = item if name == "norm" else jax.vmap(unit)(item)
+        mapped_items[name] = item if name == "norm" else expected_units(item)
     same(
         result,
         mapped_items,
@@ -383,8 +376,7 @@ def test_a_tree_map_splits_fused_arrays(spec):
         split[name] = From("qkv").slice(*owned, dim=1)
     map = TreeMap(split)
     mesh = built({"fsdp": 8})
-    array = jax.random.normal(jax.random.key(0), (64, 64))
-    fused = {"qkv": array}
+    fused = {"qkv": normal(0, (64, 64))}
     rules = PathRules([("qkv", spec)])
     sharding_plan = plan(fused, mesh, paths=rules)
     apply = map.apply
@@ -456,7 +448,7 @@ def test_a_limit_makes_stacks_smaller():
     placed = sfx.shard(tree, sharding_plan)
     expected = {}
     for name, item in tree.items():
-        expected[name] = unit(item)
+        expected[name] = expected_unit(item)
     same(
         jax.jit(few)(placed),
         expected,
@@ -469,7 +461,7 @@ def test_a_limit_makes_stacks_smaller():
 
 
 def test_an_empty_tree_and_other_owners():
-    tree = {"b": jnp.ones(8)}
+    tree = {"b": np.ones(8, np.float32)}
     mesh = built({"data": 2, "fsdp": 4})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     mapped = map_matrices(unit, sharding_plan)
@@ -499,37 +491,37 @@ MESH = MeshSpec({"fsdp": 8})
         (
             LeafTypeError,
             r"`w` is of dtype int32, .*: `where=\{'w': None\}`",
-            jnp.zeros((8, 8), jnp.int32),
+            np.zeros((8, 8), np.int32),
             {},
         ),
         (
             LeafTypeError,
             "`w` is of dtype complex64",
-            jnp.zeros((8, 8), jnp.complex64),
+            np.zeros((8, 8), np.complex64),
             {},
         ),
         (
             SpecError,
             r"`w` has the shape \(3, 3, 8, 8\), and nothing says .* \(2, 1\)",
-            jnp.zeros((3, 3, 8, 8)),
+            np.zeros((3, 3, 8, 8), np.float32),
             {},
         ),
         (
             SpecError,
             r"which \(0, 2\) does not make matrices of",
-            jnp.zeros((8, 8)),
+            np.zeros((8, 8), np.float32),
             {"where": {"w": (0, 2)}},
         ),
         (
             SpecError,
             "`over` has 'tensor', and the mesh has the axes fsdp",
-            jnp.zeros((8, 8)),
+            np.zeros((8, 8), np.float32),
             {"over": "tensor"},
         ),
         (
             RuleError,
             "'q' decides about no array",
-            jnp.zeros((8, 8)),
+            np.zeros((8, 8), np.float32),
             {"where": {"q": None}},
         ),
     ],
@@ -544,14 +536,14 @@ def test_another_tree_and_another_result_are_errors():
     mesh = MESH.build(jax.devices())
     sharding_plan = plan(arrays, mesh, paths=FSDP)
     mapped = map_matrices(unit, sharding_plan)
-    other_tree = {"w0": jnp.ones((16, 32))}
+    other_tree = {"w0": np.ones((16, 32), np.float32)}
     with pytest.raises(PlanMismatchError, match="the tree has no `w1`"):
         mapped(other_tree)
     with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
         jax.eval_shape(
             map_matrices(lambda matrix: matrix.T, sharding_plan), sharding_plan.structs
         )
-    array = jnp.zeros((8, 8), jnp.int32)
+    array = np.zeros((8, 8), np.int32)
     whole = plan({"w": array}, MESH, paths=FSDP)
     by_where = map_matrices(unit, whole, where={"w": None})
     exchanges = by_where.exchanges
@@ -569,13 +561,16 @@ def test_modules_keep_what_is_no_array():
     mapped = map_matrices(unit, sharding_plan)
     placed = sfx.shard(linear, sharding_plan)
     result = sfx.filter_jit(mapped)(placed)
-    expected = unit(linear.layers[0].weight)
+    expected = expected_unit(linear.layers[0].weight)
     same(result.layers[0].weight, expected)
     assert result.activation is linear.activation
 
 
 def test_arrays_that_select_left_out_stay():
-    tree = {name: jnp.full((4, 4), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    tree = {
+        name: np.full((4, 4), value, np.float32)
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
     whole = plan(tree, MESH.build(jax.devices()), paths=FSDP)
     mapped = map_matrices(lambda matrix: -matrix, whole.select("b"))
     result = mapped(sfx.shard(tree, whole))
