@@ -83,17 +83,17 @@ CASES = {
 OF_TWO_DTYPES = ("same devices", "disjoint, other layout")
 
 
-def case(name, **options):
+def case(name, shape=(24, 48), **options):
     source, ours, target, theirs = CASES[name]
     mesh_by_name = meshes()
     src = NamedSharding(mesh_by_name[source], ours)
     dst = NamedSharding(mesh_by_name[target], theirs)
     # A second shape and dtype needs twice as many programs.
     if name in OF_TWO_DTYPES:
-        other = values((48, 24), "bfloat16")
+        other = values(shape[::-1], "bfloat16")
     else:
-        other = values((24, 48)) + 1
-    expected = {"w": values((24, 48)), "h": other}
+        other = values(shape) + 1
+    expected = {"w": values(shape), "h": other}
     tree = {key: placed(value, src) for key, value in expected.items()}
     shown = plan_reshard(tree, dst)
     moved = reshard(tree, dst, **options)
@@ -108,7 +108,10 @@ def case(name, **options):
 
 
 def limited(name, **options):
-    """Under the least limit that works, as the error about a smaller one says it."""
+    """Under the least limit that works, as the error about a smaller one says it. The
+    arrays are small, as each part of a few bytes is a message of its own.
+    """
+    options["shape"] = (8, 16)
     text, _ = multiprocess_worker.raised(case, name, memory_limit_bytes=10, **options)
     parts = text.split("`memory_limit_bytes=")[-1].split("`")[0]
     least = int(parts)
@@ -164,11 +167,13 @@ def moves():
     result["steps limited"] = limited("same devices", donate=True)
     mesh_by_name = meshes()
     rows = NamedSharding(mesh_by_name["first"], P("a"))
-    many = {str(i): placed(values((24, 8)) + i, rows) for i in range(100)}
+    # More than are in flight at a time.
+    numbers = range(40)
+    many = {str(i): placed(values((24, 8)) + i, rows) for i in numbers}
     dst = NamedSharding(mesh_by_name["last"], P(None, "a"))
     moved = reshard(many, dst)
     result["many"] = all(
-        right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100)
+        right(moved[str(i)], values((24, 8)) + i, dst) for i in numbers
     )
     move = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst)
     single = move.assembly
