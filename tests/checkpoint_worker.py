@@ -88,6 +88,12 @@ def right(arrays):
     return True
 
 
+def placed(array, sharding):
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array[index], dtype=array.dtype
+    )
+
+
 def saves_and_loads():
     plans = planned()
     read = counting("preadv")
@@ -268,7 +274,7 @@ def disagreements():
     tried("plan", 3, arrays, "plan")
     tried("other plan", 2, arrays, other)
     tried("dtype", 1, half, halved)
-    tried("placed otherwise", 1, shardfx.reshard(arrays, other), plan)
+    tried("placed otherwise", 1, shardfx.shard(tree(), other), plan)
     tried("path", 2, path=7 if me == 2 else FOLDER / "never")
     rules = {"x": From("rows").times(float(me == 1) + 1)}
     times = TreeMap(
@@ -281,7 +287,7 @@ def disagreements():
     cut("ctrl-c in the first", 0, 0.8)
     cut("ctrl-c before the first has come", 2, 0.6, late=0)
     result |= saved_again(me, file, arrays, plan)
-    result |= saved_by_some(arrays, plan)
+    result |= saved_by_some(plan)
     result["left behind"] = coordination().key_value_dir_get("shardfx.save")
     multihost_utils.sync_global_devices("listed")
     return result
@@ -303,7 +309,7 @@ def saved_again(me, file, arrays, plan):
     return result
 
 
-def saved_by_some(arrays, plan):
+def saved_by_some(plan):
     """Arrays that lie on one process, and on two."""
     layouts = {
         "ours": NamedSharding(Mesh(jax.devices()[:2], "x"), P()),
@@ -312,9 +318,9 @@ def saved_by_some(arrays, plan):
     titles = {"ours": "one process's", "pair": "two processes'"}
     result = {}
     for name, sharding in layouts.items():
-        moved = shardfx.reshard(arrays, sharding)
+        arrays = {path: placed(array, sharding) for path, array in tree().items()}
         file = FOLDER / f"{name}.safetensors"
-        result[titles[name]] = saved(file, moved, plan)
+        result[titles[name]] = saved(file, arrays, plan)
     multihost_utils.sync_global_devices("pair")
     for name in layouts:
         loaded = checkpoint.load(FOLDER / f"{name}.safetensors", plan)
@@ -354,4 +360,4 @@ if __name__ == "__main__":
     worker.TASKS[one_after_the_other.__name__] = one_after_the_other
     # Of a killed process the save itself must notice, before JAX does and ends all
     # others.
-    worker.main(*sys.argv[1:], heartbeat_seconds=100, shutdown_seconds=4)
+    worker.main(*sys.argv[1:], heartbeat_seconds=100, shutdown_seconds=1)
