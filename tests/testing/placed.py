@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 
@@ -10,5 +11,5 @@ def cut(x, *spec, mesh):
 
 
 def some(*shape, dtype=jnp.float32):
-    array = jax.random.normal(jax.random.key(len(shape)), shape)
-    return array.astype(dtype)
+    generator = np.random.default_rng(len(shape))
+    return generator.standard_normal(shape, np.float32).astype(dtype)

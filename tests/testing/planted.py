@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -53,11 +54,11 @@ class Planted(NamedTuple):
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         placed = []
         for number, arg in enumerate(self.args):
-            key = jax.random.key(number)
+            generator = np.random.default_rng(number)
             if arg.limit is None:
-                array = jax.random.normal(key, arg.shape)
+                array = generator.standard_normal(arg.shape, np.float32)
             else:
-                array = jax.random.randint(key, arg.shape, 0, arg.limit)
+                array = generator.integers(0, arg.limit, arg.shape, np.int32)
             sharding = NamedSharding(mesh, arg.spec)
             placed.append(jax.device_put(array, sharding))
         return placed
