@@ -2,6 +2,7 @@
 results.
 """
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,13 @@ EXACT = frozenset(
     pcast real reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev
     round select_n sign slice sort split squeeze stop_gradient top_k transpose pmax pmin
     pgather reduce_window_max
+    """.split()
+)
+# The primitives whose equations operate on the bits of their dtype.
+OF_BITS = frozenset(
+    """
+    bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_call ffi_call
+    pure_callback
     """.split()
 )
 # The bits of a float64 that have its exponent, and those that have its fraction.
@@ -124,9 +132,9 @@ def rounded(array: Any, dtype: DType, noise: Noise) -> Any:
 
     def result_of(kind: int) -> Any:
         rounded_dtype = np.float64 if kind == WIDE else dtype
-        return _rounded_to(rounded_dtype, array, noise)
+        return _rounded_to(rounded_dtype, array, noise.odd_seed, noise.units)
 
-    return jnp.where(noise.units > 0, _of_kind(noise, result_of), array)
+    return _of_kind(noise, result_of)
 
 
 def moved(array: Any, distances: Any, noise: Noise) -> Any:
@@ -144,6 +152,7 @@ def moved(array: Any, distances: Any, noise: Noise) -> Any:
     return jnp.where(is_moved, array + steps, array)
 
 
+@jax.jit
 def lowest_bits(array: Any) -> Any:
     """For each number of a float64 array the largest power of two of which it is a
     multiple: 0.5 for -5.5. It is infinite for 0.0, and 0.0 for what is not finite.
@@ -200,26 +209,31 @@ def _is_rounded_up(array: Any, odd_seed: Any) -> Any:
     return top_bit == 1
 
 
-def _rounded_to(dtype: DType, array: Any, noise: Noise) -> Any:
-    """A float64 array rounded to numbers of the float dtype `dtype`, up or down."""
-    is_up = _is_rounded_up(array, noise.odd_seed)
+# A program rounds the results of many equations, most of which have few shapes. Jitted,
+# this is traced once for each shape.
+@ft.partial(jax.jit, static_argnums=0)
+def _rounded_to(dtype: DType, array: Any, odd_seed: Any, units: Any) -> Any:
+    """A float64 array rounded to numbers of the float dtype `dtype`, up or down. With 0
+    `units`, it is not rounded.
+    """
+    is_up = _is_rounded_up(array, odd_seed)
     info = jnp.finfo(dtype)
     # The distance between two numbers of the dtype that are next to each other.
     spacing = float(info.eps) * _power_of_two_below(array)
     if info.bits == 64:
-        distances = spacing * noise.units
+        distances = spacing * units
         neighbours = jnp.where(is_up, array + distances, array - distances)
         # Zeros keep their sign.
         is_changed = jnp.isfinite(neighbours) & (spacing > 0) & ~_is_of_float32(array)
-        return jnp.where(is_changed, neighbours, array)
+        return jnp.where(is_changed & (units > 0), neighbours, array)
 
     # From half a distance further up, the nearest number of the dtype is the one above.
-    distances = spacing * (noise.units - 0.5)
+    distances = spacing * (units - 0.5)
     further = jnp.where(is_up, array + distances, array - distances)
     up_or_down = jax.lax.reduce_precision(further, info.nexp, info.nmant)
     nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
-    is_number_of_dtype = nearest == array
-    return jnp.where(is_number_of_dtype, array, up_or_down)
+    is_changed = (nearest != array) & (units > 0)
+    return jnp.where(is_changed, up_or_down, array)
 
 
 def _power_of_two_below(array: Any) -> Any:

@@ -34,7 +34,7 @@ from .._step import (
     struct_of,
 )
 from ._records import CARRY, Numbers, Record, ShardMapBody, is_rough, key_of
-from ._rounding import EXACT, Noise, rounded, wider, with_dtypes_of
+from ._rounding import EXACT, OF_BITS, Noise, rounded, wider, with_dtypes_of
 from ._sums import reordered
 
 
@@ -45,11 +45,6 @@ _LAYOUTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
 Arrays: TypeAlias = Sequence[Any]
 # The results of equations, with their numbers.
 Results: TypeAlias = tuple[Arrays, Numbers]
-# These operate on the bits of their dtype.
-_BITS = (
-    "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_call"
-    " ffi_call pure_callback".split()
-)
 
 
 class _Numbered(NamedTuple):
@@ -100,6 +95,8 @@ class Tape:
         # The constants of jaxprs with their numbers, by the constants' ids. A function
         # that is evaluated again has the same constants.
         self.constants: dict[int, _Numbered] = {}
+        # The contexts of equations, by the meshes over which they are evaluated.
+        self.contexts: dict[Any, Any] = {}
 
     def run(
         self,
@@ -271,7 +268,7 @@ class Tape:
         if self.wide is None:
             return self.applied_as_is(jaxpr, equation, ins)
         arrays: list[Any] = list(map(jnp.asarray, ins))
-        if equation.primitive.name not in _BITS:
+        if equation.primitive.name not in OF_BITS:
             # Some equations have a fixed dtype and refuse a wider one, with one of
             # these errors of JAX. An error with another cause is raised again below.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):
@@ -367,9 +364,17 @@ class Tape:
         params = {}
         for name, param in equation.params.items():
             params[name] = None if isinstance(param, NamedSharding) else param
-        # Without the mesh of the trace.
-        context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
+        context = self.context()
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
+
+    def context(self) -> Any:
+        """The context of equations over the mesh of this evaluation, not over that of
+        the step's trace.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh not in self.contexts:
+            self.contexts[mesh] = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
+        return self.contexts[mesh]
 
     def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         """Evaluates a call of a jaxpr, such as a `jax.jit` in the step, by that jaxpr."""
