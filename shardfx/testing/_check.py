@@ -123,6 +123,9 @@ class CheckedStep:
 
 # The part of an output's largest number that rounding may hide.
 _HIDDEN = 1e-3
+# How many times larger than what rounding explains a difference is that more rounding
+# hardly ever explains.
+_FAR = 100
 _FROM_DTYPES = "nothing: the allowed difference is the step's own rounding"
 
 
@@ -293,10 +296,10 @@ def _checked_step(
     dtypes = [array.dtype for array in ours.closed.out_avals]
     checked_outputs = ft.partial(_checked_outputs, ours.paths, dtypes, exact_results)
 
-    results = ours.run(*map(jax.numpy.copy, ours.arrays))
+    results = ours.run(*ours.arrays)
     results = list(map(np.asarray, results))
     outputs, is_coarse = _explained(
-        checked_outputs, results, reference_programs.roundings(NARROW)
+        checked_outputs, results, reference_programs, NARROW
     )
     wide = None
     hides_much = is_coarse or _hide_much(outputs, exact_results)
@@ -304,9 +307,7 @@ def _checked_step(
         # An error that rounding hides in the step's dtypes shows in float64.
         wide = np.float64
         in_float64, _ = Played(ours, alone=False, wide=wide)()
-        outputs, _ = _explained(
-            checked_outputs, in_float64, reference_programs.roundings(WIDE)
-        )
+        outputs, _ = _explained(checked_outputs, in_float64, reference_programs, WIDE)
 
     floats = [array for array in exact_results if array.dtype.kind in "fc"]
     checked = CheckedStep(
@@ -315,19 +316,21 @@ def _checked_step(
     )
     if checked:
         return checked
-    return _with_fault(ours, theirs, checked, wide)
+    return _with_fault(ours, reference_programs, checked, wide)
 
 
 def _explained(
     checked_outputs: Callable[..., list[CheckedOutput]],
     results: Sequence[np.ndarray],
-    roundings: Sequence[Callable[[], list[list[np.ndarray]]]],
+    reference_programs: ReferencePrograms,
+    kind: int,
 ) -> tuple[list[CheckedOutput], bool]:
-    """The comparison of a step's `results` with the reference, with the first of the
-    `roundings` that explain the differences, and whether it takes all of them.
+    """The comparison of a step's `results` with the reference, with the least rounding
+    of this kind that explains the differences, and whether it takes all of it.
 
     `checked_outputs` compares `results`, given results of the reference with rounding.
     """
+    roundings = reference_programs.roundings(kind)
     rounded_results: list[list[np.ndarray]] = []
     outputs: list[CheckedOutput] = []
     for rounding in roundings[:-1]:
@@ -335,6 +338,9 @@ def _explained(
         outputs = checked_outputs(results, rounded_results)
         if _are_right(outputs):
             return outputs, False
+        if any(output.difference > _FAR * output.allowed for output in outputs):
+            # The step is most likely wrong.
+            reference_programs.keeps_values = True
     rounded_results += roundings[-1]()
     return checked_outputs(results, rounded_results), True
 
@@ -475,12 +481,12 @@ def _hide_much(
 
 def _with_fault(
     ours: Traced,
-    theirs: Traced,
+    reference_programs: ReferencePrograms,
     checked: CheckedStep,
     wide: object,
 ) -> CheckedStep:
-    """The comparison `checked` of the step `ours` with the reference `theirs`, with the
-    first wrong equation added.
+    """The comparison `checked` of the step `ours` with its reference, with the first
+    wrong equation added.
 
     `wide` is the dtype to which narrower floats of the step were cast for the
     comparison, or `None`.
@@ -493,16 +499,11 @@ def _with_fault(
             f" {error!s:.200}"
         )
         return dataclasses.replace(checked, story=(refusal,))
-    exact_program = Played(
-        theirs,
-        alone=True,
-        wide=np.float64,
-        with_values=True,
-        rounding=WIDE if wide else NARROW,
-        reorders_sums=True,
-    )
+    reference_programs.keeps_values = True
+    kind = WIDE if wide else NARROW
+    exact_program = reference_programs.program(kind, reorders_sums=True)
     results, values = played()
-    comparisons = _comparisons(played, values, exact_program)
+    comparisons = _comparisons(played, values, exact_program, kind)
     records = played.tape.records
 
     wrong = []
@@ -522,7 +523,7 @@ def _with_fault(
         )
     elif ours.compiler_options:
         exact_results, _ = exact_program()
-        rounded_results = exact_program.rounded_results()
+        rounded_results = exact_program.rounded_results(kind)
         # The program that was played has no options.
         outputs = _checked_outputs(
             paths=ours.paths,
@@ -547,14 +548,15 @@ def _comparisons(
     played: Played,
     values: Mapping[int, Any],
     exact_program: Played,
+    kind: int,
 ) -> dict[int, Compared]:
     """The comparisons of the results `values` of the step's equations with those of the
     reference's equations, by the numbers of the step's. `played` and `exact_program`
-    are the programs of the step and of the reference.
+    are the programs of the step and of the reference, which rounds in this `kind`.
     """
     _, exact_values = exact_program()
     # For each seed, the results of the equations by number.
-    rounded_values = exact_program.rounded_values()
+    rounded_values = exact_program.rounded_values(kind)
     records = played.tape.records
     exact_records = exact_program.tape.records
     comparisons: dict[int, Compared] = {}

@@ -84,8 +84,8 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
     closed = jax.make_jaxpr(ft.partial(run, traceable_step))(*leaves)
 
     def run_once(*leaves: jax.Array) -> list[Any]:
-        """Runs a jitted step as it was jitted."""
-        return run(with_copied_arrays(step), *leaves)
+        """Runs a jitted step as it was jitted, on copies: it may donate arguments."""
+        return run(with_copied_arrays(step), *map(jax.numpy.copy, leaves))
 
     # A step that is not jitted is compiled at least cost.
     fast_run = jax.jit(ft.partial(run, step), compiler_options=_QUICKLY)
@@ -185,14 +185,14 @@ class Played:
         """The results of the step, coarsely rounded, for each seed."""
         return [self(seed, COARSE_UNITS, kind)[0] for seed in _SEEDS]
 
-    def rounded_values(self) -> list[dict[int, Any]]:
+    def rounded_values(self, kind: int = NARROW) -> list[dict[int, Any]]:
         """The results of the equations, rounded, for each seed: first by one unit, then
         coarsely.
         """
         values_by_seed = []
         for units in (1.0, COARSE_UNITS):
             for seed in _SEEDS:
-                _, values = self(seed, units)
+                _, values = self(seed, units, kind)
                 values_by_seed.append(values)
         return values_by_seed
 
@@ -209,19 +209,25 @@ class ReferencePrograms:
         """
         self.traced = traced
         self.has_narrow_floats = has_narrow_floats
-        # By the kind of rounding, and by whether sums are reordered.
-        self._programs: dict[tuple[int | None, bool], Played] = {}
+        # Whether the program that reorders sums has the results of equations, too. They
+        # are needed if the step is wrong, and take memory if it is not.
+        self.keeps_values = False
+        # By the kind of rounding, by whether sums are reordered, and by whether the
+        # programs have the results of equations.
+        self._programs: dict[tuple[int | None, bool, bool], Played] = {}
 
     def program(self, kind: int, *, reorders_sums: bool) -> Played:
         """The program that rounds in this way."""
         # One program for both kinds costs less than two, if both are needed.
         rounding = None if self.has_narrow_floats else kind
-        key = (rounding, reorders_sums)
+        with_values = reorders_sums and self.keeps_values
+        key = (rounding, reorders_sums, with_values)
         if key not in self._programs:
             self._programs[key] = Played(
                 self.traced,
                 alone=True,
                 wide=np.float64,
+                with_values=with_values,
                 rounding=rounding,
                 reorders_sums=reorders_sums,
             )
