@@ -2,12 +2,14 @@
 installed. `tests/house/test_aot.py` asks libtpu itself.
 """
 
+import dataclasses
 import errno
 import fcntl
 import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ import pytest
 
 from shardfx import MeshSpec, PathRules, _step, plan
 from shardfx._step import libtpu, libtpu_worker, worker
-from shardfx.cost import _foreseen, compile_for, estimate, fit
+from shardfx.cost import compile_for, estimate, fit
 from shardfx.cost._allocations import assigned_memory
 from shardfx.errors import MeshError, ProgramError
 
@@ -140,8 +142,10 @@ def test_without_libtpu_an_estimate_is_foreseen():
     assert "\nForeseen: expect " in str(sent)
     assert "measured steps.\n" in str(sent)
     assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(sent)
-    least, most = _foreseen.WIRE.of(1000)
-    assert 0 < least < 1000 <= most
+    match = re.search(r"expect (\d+) B to (\d+) B\.", str(sent))
+    assert match is not None
+    least, most = map(int, match.groups())
+    assert 0 < least < sent.wire_bytes <= most
     gpu = estimate(jnp.sum, made(), compiler="gpu")
     assert gpu.basis == "foreseen"
     assert "the compiler for GPUs may send" in str(gpu)
@@ -154,7 +158,21 @@ def test_without_libtpu_an_estimate_is_foreseen():
 
 
 def test_temporaries_that_fit_on_chip_may_take_no_memory():
-    assert _foreseen.TEMPORARIES.of(2**20)[0] == 0 < _foreseen.TEMPORARIES.of(2**30)[0]
+    fitted = fit(jnp.sum, made(), chip="h100")
+    assert fitted.basis == "foreseen"
+    exact_rows = [row for row in fitted.rows if row.exact]
+    exact_bytes = sum(row.bytes for row in exact_rows)
+
+    def least_bytes(temporary_bytes):
+        temporaries = dataclasses.replace(
+            exact_rows[0], bytes=temporary_bytes, exact=False
+        )
+        rows = (*exact_rows, temporaries)
+        least, _ = dataclasses.replace(fitted, rows=rows).expected_bytes
+        return least
+
+    assert least_bytes(2**20) == exact_bytes
+    assert least_bytes(2**30) > exact_bytes
 
 
 @without_libtpu
