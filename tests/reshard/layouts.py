@@ -7,10 +7,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 
 def mesh(sizes, names="ab", order=None, **types):
-    devices = np.asarray(jax.devices())[
-        np.arange(np.prod(sizes)) if order is None else list(order)
-    ]
-    return Mesh(devices.reshape(sizes), tuple(names[: len(sizes)]), **types)
+    if order is None:
+        order = np.arange(np.prod(sizes))
+    devices = np.asarray(jax.devices())[list(order)]
+    axis_names = tuple(names[: len(sizes)])
+    return Mesh(devices.reshape(sizes), axis_names, **types)
 
 
 def sharding(sizes, *entries, order=None, kind=None):
@@ -18,32 +19,33 @@ def sharding(sizes, *entries, order=None, kind=None):
 
 
 def host(shape, start=0, dtype=np.float32):
-    return (start + np.arange(np.prod(shape))).reshape(shape).astype(dtype)
+    numbers = start + np.arange(np.prod(shape))
+    return numbers.reshape(shape).astype(dtype)
 
 
 def state(layers=3):
-    return {
-        "layers": [
-            {"w": host((24, 16), i), "b": host((24,), i)} for i in range(layers)
-        ],
-        "step": host(()),
-        "name": "model",
-    }
+    layer_trees = []
+    for number in range(layers):
+        w = host((24, 16), number)
+        b = host((24,), number)
+        layer_trees.append({"w": w, "b": b})
+    return {"layers": layer_trees, "step": host(()), "name": "model"}
 
 
 def put(tree, target):
-    return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, target) if isinstance(x, np.ndarray) and x.ndim else x
-        ),
-        tree,
-    )
+    def placed(x):
+        if isinstance(x, np.ndarray) and x.ndim:
+            return jax.device_put(x, target)
+        return x
+
+    return jax.tree.map(placed, tree)
 
 
 def assert_equal(tree, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, expected
-    )
+    def assert_equal_leaves(leaf, expected_leaf):
+        np.testing.assert_array_equal(np.asarray(leaf), expected_leaf)
+
+    jax.tree.map(assert_equal_leaves, tree, expected)
 
 
 def targets(tree, matrix, vector):

@@ -66,24 +66,21 @@ def shardings(rank):
     for order, sizes in MESHES:
         device_mesh = mesh(order, sizes)
         axes = device_mesh.axis_names
-        for places in it.product(range(-1, rank), repeat=len(axes)):
-            entries = [
-                tuple(
-                    axis
-                    for axis, place in zip(axes, places, strict=True)
-                    if place == dim
-                )
-                for dim in range(rank)
-            ]
+        for dims in it.product(range(-1, rank), repeat=len(axes)):
+            entries = [()] * rank
+            for axis, dim in zip(axes, dims, strict=True):
+                if dim >= 0:
+                    entries[dim] += (axis,)
             yield NamedSharding(device_mesh, P(*entries))
-            if len(axes) == 2 and places[0] == places[1] >= 0:
+            if len(axes) == 2 and dims[0] == dims[1] >= 0:
                 spec = P(*[entry[::-1] for entry in entries])
                 yield NamedSharding(device_mesh, spec)
 
 
 def values(shape, dtype=jnp.float32):
     count = int(np.prod(shape))
-    return np.asarray(jnp.asarray(np.arange(count).reshape(shape) % 100).astype(dtype))
+    numbers = np.arange(count).reshape(shape) % 100
+    return np.asarray(jnp.asarray(numbers).astype(dtype))
 
 
 def assert_is(array, expected, sharding):
@@ -99,7 +96,9 @@ def assert_is(array, expected, sharding):
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_any_layout_to_any_other_on_any_devices(data):
-    src, dst = (data.draw(st.sampled_from(list(shardings(2)))) for _ in range(2))
+    all_shardings = st.sampled_from(list(shardings(2)))
+    src = data.draw(all_shardings)
+    dst = data.draw(all_shardings)
     # Programs take seconds to compile.
     method = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
     expected = values((24, 24))
@@ -110,13 +109,21 @@ def test_any_layout_to_any_other_on_any_devices(data):
 @pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("shape", [(), (12,), (12, 0), (12, 5, 6)])
 def test_every_rank_and_empty_dimensions(shape, method):
-    device_mesh = mesh((0, 1, 2, 3), (2, 2))
-    src = NamedSharding(device_mesh, P("a") if shape else P())
-    device_mesh = mesh((7, 3, 5), (3,))
-    dst = NamedSharding(device_mesh, P("a") if shape else P())
+    spec = P()
+    if shape:
+        spec = P("a")
+    src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), spec)
+    dst = NamedSharding(mesh((7, 3, 5), (3,)), spec)
     expected = values(shape)
     array = transfer(jax.device_put(expected, src), dst, method=method)
     assert_is(array, expected, dst)
+
+
+# NaNs that arithmetic would replace by others.
+ODD_NANS = {
+    "bfloat16": np.array(0x7F81, "uint16"),
+    "float8_e5m2": np.array(0x7D, "uint8"),
+}
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -128,14 +135,8 @@ def test_every_dtype(dtype, method):
     src = NamedSharding(device_mesh, P("a"))
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
     expected = values((8, 6), dtype).copy()
-    if dtype in (
-        "bfloat16",
-        "float8_e5m2",
-    ):  # NaNs that arithmetic would replace by others
-        odd = np.array(
-            0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}"
-        )
-        expected[:, 1] = odd.view(expected.dtype)
+    if dtype in ODD_NANS:
+        expected[:, 1] = ODD_NANS[dtype].view(expected.dtype)
     array = transfer(jax.device_put(expected, src), dst, method=method)
     assert_is(array, expected, dst)
 
@@ -150,9 +151,11 @@ def test_every_dtype(dtype, method):
     ],
 )
 def test_memory_kinds_at_either_end(layouts, method):
-    device_mesh = mesh((0, 1, 2, 3), (4,))
-    src = NamedSharding(device_mesh, P("a"), memory_kind=layouts[0])
-    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=layouts[1])
+    source_kind, target_kind = layouts
+    source_mesh = mesh((0, 1, 2, 3), (4,))
+    target_mesh = mesh((4, 2), (2,))
+    src = NamedSharding(source_mesh, P("a"), memory_kind=source_kind)
+    dst = NamedSharding(target_mesh, P(None, "a"), memory_kind=target_kind)
     expected = values((8, 6))
     x = jax.device_put(expected, src)
     moved = transfer(x, dst, method=method)
@@ -160,7 +163,7 @@ def test_memory_kinds_at_either_end(layouts, method):
     memory_kinds = {
         shard.data.sharding.memory_kind for shard in moved.addressable_shards
     }
-    assert memory_kinds == {layouts[1]}
+    assert memory_kinds == {target_kind}
     assert not x.is_deleted()
 
 
@@ -217,28 +220,25 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
     array = transfer(x, target, lost=tuple(devices[:3]), donate=donate, method=method)
-    assert_is(
-        array,
-        expected,
-        target,
-    )
+    assert_is(array, expected, target)
+
+
+def pointers_of(array):
+    pointers = [
+        shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards
+    ]
+    return sorted(pointers)
 
 
 @pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
 def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
-    device_mesh = mesh((0, 1, 2, 3), (4,))
-    src = NamedSharding(device_mesh, P("a"))
-    device_mesh = mesh((6, 3, 0, 5), (4,))
-    dst = NamedSharding(device_mesh, P("a"))
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((6, 3, 0, 5), (4,)), P("a"))
     expected = values((4096, 16))
     source = jax.jit(lambda x: x + 0, out_shardings=src)(expected)
     result = transfer(source, dst)
     assert_is(result, expected, dst)
-    pointers = [
-        [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
-        for x in (source, result)
-    ]
-    assert sorted(pointers[0]) == sorted(pointers[1])
+    assert pointers_of(result) == pointers_of(source)
     if given_up.startswith("source"):
         array = result
         lost = source
@@ -248,17 +248,16 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
     if given_up.endswith("deleted"):
         lost.delete()
     else:
-        jax.block_until_ready(
-            jax.jit(lambda x: x * 0 - 1, donate_argnums=0, out_shardings=lost.sharding)(
-                lost
-            )
+        overwrite = jax.jit(
+            lambda x: x * 0 - 1,
+            donate_argnums=0,
+            out_shardings=lost.sharding,
         )
+        jax.block_until_ready(overwrite(lost))
     del lost, source, result
     gc.collect()
-    others = [
-        jax.device_put(np.full((1024, 16), -1.0, np.float32), device)
-        for device in jax.devices()
-    ]
+    fill = np.full((1024, 16), -1.0, np.float32)
+    others = [jax.device_put(fill, device) for device in jax.devices()]
     assert_is(array, expected, array.sharding)
     del others
 

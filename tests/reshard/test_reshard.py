@@ -25,32 +25,34 @@ from tests.reshard.layouts import (
 @both_ways
 def test_a_tree_moves_to_a_tree_of_shardings(move):
     source = put(state(), sharding((8,), "a"))
-    expected = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4)))
-    # Copies in the host's memory need no room.
-    moved = move(source, expected, memory_limit_bytes=0 if move is reshard else None)
+    expected = targets(
+        source,
+        matrix=sharding((2, 4), "b", "a"),
+        vector=sharding((2, 4)),
+    )
+    limit_bytes = None
+    if move is reshard:
+        # Copies in the host's memory need no room.
+        limit_bytes = 0
+    moved = move(source, expected, memory_limit_bytes=limit_bytes)
     assert_equal(moved, state())
     assert moved["name"] == "model"
-    for leaf, target in zip(
-        jax.tree.leaves(moved), jax.tree.leaves(expected), strict=False
-    ):
+    leaves = jax.tree.leaves(moved)
+    for leaf, target in zip(leaves, jax.tree.leaves(expected), strict=False):
         if isinstance(leaf, jax.Array):
             assert leaf.sharding == target
 
 
 def test_a_prefix_of_shardings_spreads_over_arrays_below():
-    source = put(
-        {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))},
-        sharding((8,), "a"),
-    )
-    order = (7, 6, 1, 0)
-    target = sharding((4,), "a", order=order)
+    tree = {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))}
+    source = put(tree, sharding((8,), "a"))
+    target = sharding((4,), "a", order=(7, 6, 1, 0))
     other = sharding((2,), "a")
-    leaves = jax.tree.leaves(reshard(source, target))
-    shardings = {x.sharding for x in leaves}
+    moved = reshard(source, target)
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(moved)}
     assert shardings == {target}
     moved = reshard(source, {"p": target, "q": other})
-    leaves = jax.tree.leaves(moved["p"])
-    shardings = {x.sharding for x in leaves}
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(moved["p"])}
     assert shardings == {target}
     assert moved["q"].sharding == other
     half = reshard(source, {"p": None, "q": other})
@@ -60,19 +62,17 @@ def test_a_prefix_of_shardings_spreads_over_arrays_below():
 
 def test_rows_of_a_replicated_array_share_its_memory():
     values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
-    target_sharding = NamedSharding(mesh((8,)), P())
-    x = jax.device_put(
-        values,
-        target_sharding,
-    )
-    first = np.asarray(x).__array_interface__["data"][0]
-    target_sharding = NamedSharding(mesh((8,)), P("a"))
-    moved = reshard(x, target_sharding)
-    where = [
-        shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards
-    ]
-    assert where == [number * 8 * 64 * 4 for number in range(8)]
-    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    whole = NamedSharding(mesh((8,)), P())
+    x = jax.device_put(values, whole)
+    first_pointer, _ = np.asarray(x).__array_interface__["data"]
+    rows = NamedSharding(mesh((8,)), P("a"))
+    moved = reshard(x, rows)
+    offsets = []
+    for shard in moved.addressable_shards:
+        offsets.append(shard.data.unsafe_buffer_pointer() - first_pointer)
+    assert offsets == [number * 8 * 64 * 4 for number in range(8)]
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    donating(x)
     values = np.arange(64 * 64).reshape(64, 64)
     np.testing.assert_array_equal(moved, values)
 
@@ -99,13 +99,20 @@ def rows(tree, expected):
 
 
 def test_a_thousand_leaves_take_one_program_a_move():
-    shapes = [(8 * (i + 1), 16) for i in range(10)]
-    source = [
-        jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)
-    ]
-    shardings = [
-        sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)
-    ]
+    rows_sharding = sharding((8,), "a")
+    first = sharding((2, 4), "b", "a")
+    second = sharding((2, 4), None, "b")
+    source = []
+    shardings = []
+    for number in range(100):
+        target = first
+        if number % 2 == 1:
+            target = second
+        for rows_of_array in range(8, 88, 8):
+            values = host((rows_of_array, 16))
+            source.append(jax.device_put(values, rows_sharding))
+            shardings.append(target)
+    assert len(source) == 1000
     moves = {(x.shape, target) for x, target in zip(source, shardings, strict=True)}
     assert len(moves) == 20
     job = job_of(rows(source, shardings), str, copies=False)
@@ -113,42 +120,39 @@ def test_a_thousand_leaves_take_one_program_a_move():
     assert len(job.moves) == 20
     jax.block_until_ready(through_programs(source[:200], shardings[:200]))
     moved = []
+
+    def move_others():
+        moved.extend(through_programs(source[200:], shardings[200:]))
+
     # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
-    compilations = count_compilations(
-        lambda: moved.extend(through_programs(source[200:], shardings[200:]))
-    )
-    assert compilations == 0
+    assert count_compilations(move_others) == 0
     expected = [np.asarray(x) for x in source[200:]]
     assert_equal(moved, expected)
 
 
 def moves_of_all_kinds():
     """A tree that takes every way, and where it goes to."""
-    keys = jax.device_put(
-        jax.random.split(jax.random.key(0, impl="rbg"), 8), sharding((8,), "a")
-    )
-    placed = jax.device_put(host((96, 64)), sharding((8,), "a"))
+    key = jax.random.key(0, impl="rbg")
+    rows = sharding((8,), "a")
+    columns = sharding((8,), None, "a")
+    replicas = sharding((8,))
     tree = {
-        "steps": placed,
-        "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
-        "bits": jax.device_put(
-            host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")
-        ),
-        "empty": jax.device_put(host((0, 8)), sharding((8,), None, "a")),
-        "scalar": jax.device_put(host(()), sharding((8,))),
-        "kind": jax.device_put(host((24, 16)), sharding((8,), "a")),
+        "steps": jax.device_put(host((96, 64)), rows),
+        "smaller": jax.device_put(host((96, 64)), rows),
+        "bits": jax.device_put(host((24, 16)).astype(jnp.bfloat16), rows),
+        "empty": jax.device_put(host((0, 8)), columns),
+        "scalar": jax.device_put(host(()), replicas),
+        "kind": jax.device_put(host((24, 16)), rows),
         "numpy": host((8,)),
-        "keys": keys,
+        "keys": jax.device_put(jax.random.split(key, 8), rows),
     }
-    target_sharding = sharding((2,), order=(5, 1))
-    expected = dict.fromkeys(tree, target_sharding)
-    expected |= {
-        "steps": sharding((2, 4), "b", "a"),
-        "kind": sharding((4,), "a", kind="unpinned_host"),
-    }
-    order = (5, 1, 3, 0, 7, 2)
-    target_sharding = sharding((2, 3), "b", "a", order=order)
-    expected |= dict.fromkeys(("smaller", "bits"), target_sharding)
+    two_replicas = sharding((2,), order=(5, 1))
+    on_six_devices = sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2))
+    expected = dict.fromkeys(tree, two_replicas)
+    expected["steps"] = sharding((2, 4), "b", "a")
+    expected["kind"] = sharding((4,), "a", kind="unpinned_host")
+    expected["smaller"] = on_six_devices
+    expected["bits"] = on_six_devices
     return tree, expected
 
 
@@ -162,7 +166,10 @@ def surroundings():
 )
 def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
     tree, target = moves_of_all_kinds()
-    numbers = lambda tree: tree | {"keys": jax.random.key_data(tree["keys"])}
+
+    def numbers(tree):
+        return tree | {"keys": jax.random.key_data(tree["keys"])}
+
     expected = jax.tree.map(np.asarray, numbers(tree))
     with surroundings()[around]:
         moved = move(tree, target, memory_limit_bytes=limit_bytes)
@@ -181,9 +188,8 @@ def test_transfer_guards_stop_transfers_to_devices(guard, capfd):
         sharding((8,), "a"),
         jax.sharding.SingleDeviceSharding(jax.devices()[5]),
     ]
-    with jax.transfer_guard(
-        guard
-    ):  # shards of the CPU's devices are copied where they lie
+    # Shards of the CPU's devices are copied where they lie.
+    with jax.transfer_guard(guard):
         moved = reshard([x] * 3, targets)
     assert_equal(moved, [host((8,))] * 3)
     assert "transfer" not in capfd.readouterr().err
@@ -201,10 +207,16 @@ def spread_out():
     """
     replicas = sharding((4,))
     pairs = sharding((2, 2), "a")
-    source = {f"r{i}": jax.device_put(host((8, 8), i), replicas) for i in range(4)}
-    source |= {f"p{i}": jax.device_put(host((8, 8), i), pairs) for i in range(4)}
-    alone = [NamedSharding(mesh((1,), order=(4 + i,)), P()) for i in range(4)]
-    return source, {name: alone[int(name[1])] for name in source}
+    source = {}
+    expected = {}
+    for number in range(4):
+        values = host((8, 8), number)
+        source[f"r{number}"] = jax.device_put(values, replicas)
+        source[f"p{number}"] = jax.device_put(values, pairs)
+        one_device = NamedSharding(mesh((1,), order=(4 + number,)), P())
+        expected[f"r{number}"] = one_device
+        expected[f"p{number}"] = one_device
+    return source, expected
 
 
 def test_senders_are_balanced_over_the_whole_tree():
@@ -219,23 +231,18 @@ def test_senders_are_balanced_over_the_whole_tree():
     for move, places in job.moves.items():
         assert move.assembly is not None
         assert move.assembly.method == "programs"
+        devices = move.assembly.devices
         for (sender, receiver), size in move.assembly.parts.links.items():
-            pair = tuple(
-                move.assembly.devices[place].id for place in (sender, receiver)
-            )
+            pair = (devices[sender].id, devices[receiver].id)
             links[pair] += size * len(places)
     assert links == reshard_plan.links
-    moves = job_of(
-        rows([source, source], [expected, expected]), str, copies=False
-    ).moves
-    count = len(moves)
-    assert count == len(job.moves) == 8
+    doubled_rows = rows([source, source], [expected, expected])
+    doubled_job = job_of(doubled_rows, str, copies=False)
+    assert len(doubled_job.moves) == len(job.moves) == 8
+    values = {name: host((8, 8), int(name[1])) for name in source}
     for limit in (None, 2000):
         tree = through_programs(source, expected, memory_limit_bytes=limit)
-        assert_equal(
-            tree,
-            {k: host((8, 8), int(k[1])) for k in source},
-        )
+        assert_equal(tree, values)
     assert count_compilations(lambda: through_programs(source, expected)) == 0
 
 
@@ -246,11 +253,10 @@ def test_senders_are_balanced_over_the_whole_tree():
 def test_an_array_is_committed_to_where_it_was_sent(make):
     x = make()
     assert not x.committed
-    for dst in (
-        x.sharding,
-        *(NamedSharding(mesh((1,), order=(device,)), P()) for device in (0, 3)),
-    ):
-        moved = reshard([x], dst)[0]
+    on_first_device = NamedSharding(mesh((1,), order=(0,)), P())
+    on_fourth_device = NamedSharding(mesh((1,), order=(3,)), P())
+    for dst in (x.sharding, on_first_device, on_fourth_device):
+        (moved,) = reshard([x], dst)
         assert moved.committed
         assert moved.sharding == dst
         assert moved.dtype == x.dtype
@@ -261,14 +267,14 @@ def test_an_array_is_committed_to_where_it_was_sent(make):
 def test_a_custom_layout_becomes_the_default_one():
     turned = Format(Layout((1, 0)), sharding((8,), "a"))
     x = jax.device_put(host((16, 8)), turned)
-    moved, put_there = (
-        move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put)
-    )
+    columns = sharding((8,), None, "a")
+    moved = reshard(x, columns)
+    placed = jax.device_put(x, columns)
     assert x.format.layout.major_to_minor == (1, 0)
-    assert moved.format == put_there.format  # pyright: ignore[reportAttributeAccessIssue]
-    for form, match in (
-        (turned, "`dst` is a Format, .* which is no sharding; use"),
-        ({"a": turned}, "Format at `a`"),
+    assert moved.format == placed.format  # pyright: ignore[reportAttributeAccessIssue]
+    for tree, form, match in (
+        (x, turned, "`dst` is a Format, .* which is no sharding; use"),
+        ({"a": x}, {"a": turned}, "Format at `a`"),
     ):
         with pytest.raises(LeafTypeError, match=match):
-            reshard(x if form is turned else {"a": x}, form)
+            reshard(tree, form)
