@@ -296,5 +296,6 @@ def test_odd_sizes_on_two_by_three_devices(types):
     )
     doubled = step(placed)
     assert specs_of(doubled) == sharding_plan.specs
-    for path, array in gather(doubled).items():
+    arrays: Any = gather(doubled)
+    for path, array in arrays.items():
         assert np.array_equal(array, 2 * tree[path])
