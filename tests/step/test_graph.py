@@ -31,19 +31,20 @@ def named(graph, name):
 
 def groups(graph, operation):
     """The sizes of the factors of each dimension of the operands and results."""
-    cases = (*operation.factors.ins, *operation.factors.outs)
-    sizes = [
-        [tuple(operation.factors.sizes[f] for f in dim) for dim in dims]
-        for dims in cases
-    ]
-    assert len(sizes) == len(operation.ins) + len(operation.outs)
-    return sizes
+    factors = operation.factors
+    sizes_of_arrays = []
+    for dims in (*factors.ins, *factors.outs):
+        sizes_of_dims = []
+        for dim in dims:
+            sizes_of_dims.append(tuple(factors.sizes[factor] for factor in dim))
+        sizes_of_arrays.append(sizes_of_dims)
+    assert len(sizes_of_arrays) == len(operation.ins) + len(operation.outs)
+    return sizes_of_arrays
 
 
 def test_products_and_reshapes_have_factors():
-    (operation,) = named(
-        program(lambda x, w: x @ w, f32(8, 16), f32(16, 32)), "dot_general"
-    )
+    graph = program(lambda x, w: x @ w, f32(8, 16), f32(16, 32))
+    (operation,) = named(graph, "dot_general")
     (rows, summed), (also, columns) = operation.factors.ins
     assert summed == also
     assert operation.factors.outs == ((rows, columns),)
@@ -58,7 +59,10 @@ def test_products_and_reshapes_have_factors():
 
 def test_a_scan_runs_as_often_as_it_is_long():
     def step(w, x):
-        return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), x), x, w)
+        def layer(x, weight):
+            return jnp.tanh(x @ weight), x
+
+        return jax.lax.scan(layer, x, w)
 
     graph = program(step, f32(7, 16, 16), f32(8, 16))
     assert {operation.times for operation in named(graph, "dot_general")} == {7.0}
@@ -68,52 +72,57 @@ def test_a_scan_runs_as_often_as_it_is_long():
     )
     assert [dim for dim, _ in taken.counted] == [0]
     (stacked,) = named(graph, "dynamic_update_slice")
-    assert [dim for dim, _ in stacked.counted] == [0]
-    counted = stacked.counted[0][1]
-    assert counted == taken.counted[0][1]
-    shapes = {
-        graph.values[operation.outs[0]].shape for operation in named(graph, "return")
-    }
-    expected = {
-        (),
-        (8, 16),
-        (7, 8, 16),
-    }
-    assert shapes == expected
+    assert stacked.counted == taken.counted
+    shapes = set()
+    for operation in named(graph, "return"):
+        first_result = graph.values[operation.outs[0]]
+        shapes.add(first_result.shape)
+    assert shapes == {(), (8, 16), (7, 8, 16)}
     assert not graph.notes
 
 
-def _nested(x):
-    return jax.lax.fori_loop(
-        2, 10, lambda i, y: jax.lax.fori_loop(0, 3, lambda j, z: jnp.sin(z), y) + i, x
-    )
+def sine(_, x):
+    return jnp.sin(x)
 
 
-def _closing(x):
-    closer = lambda state: (state[0] + 1, state[1] - 1, jnp.sin(state[2]))
-    return jax.lax.while_loop(lambda state: state[0] < state[1], closer, (0, 10, x))[2]
+def nested(x):
+    def turn(number, y):
+        return jax.lax.fori_loop(0, 3, sine, y) + number
+
+    return jax.lax.fori_loop(2, 10, turn, x)
+
+
+def counted(x, count):
+    return jax.lax.fori_loop(0, count, sine, x)
+
+
+def closing(x):
+    def are_apart(state):
+        low, high, _ = state
+        return low < high
+
+    def closer(state):
+        low, high, x = state
+        return low + 1, high - 1, jnp.sin(x)
+
+    _, _, result = jax.lax.while_loop(are_apart, closer, (0, 10, x))
+    return result
 
 
 @pytest.mark.parametrize(
     ("step", "args", "times"),
-    [
-        (_nested, (), 24.0),
-        (
-            lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), x),
-            (jnp.int32(3),),
-            None,
-        ),
-        (_closing, (), None),
-    ],
+    [(nested, (), 24.0), (counted, (jnp.int32(3),), None), (closing, (), None)],
 )
 def test_loops_count_as_often_as_they_run_if_known(step, args, times):
     graph = program(step, f32(8), *args)
     actual = {operation.times for operation in named(graph, "sine")}
-    assert actual == {times or 1.0}
-    notes = (
-        [] if times else ["the trips of a loop are not in the program: it counts once"]
-    )
-    assert [*graph.notes] == notes
+    if times is None:
+        assert actual == {1.0}
+        note = "the trips of a loop are not in the program: it counts once"
+        assert [*graph.notes] == [note]
+    else:
+        assert actual == {times}
+        assert not graph.notes
 
 
 def test_branches_count_for_their_share():
@@ -123,20 +132,17 @@ def test_branches_count_for_their_share():
     graph = program(step, f32(8), jnp.int32(0))
     times = [operation.times for operation in named(graph, "sine")]
     assert times == [pytest.approx(1 / 3)]
-    operations = [
-        operation
-        for operation in named(graph, "carry")
-        if operation.outs == graph.results
-    ]
-    count = len(operations)
-    assert count == 3
+    outs = [operation.outs for operation in named(graph, "carry")]
+    assert outs.count(graph.results) == 3
 
 
 def test_what_nothing_reads_is_left_out_in_loops_too():
     def step(w, x):
         def body(carry, weight):
             x, dead = carry
-            return (jnp.tanh(x @ weight), jnp.cos(dead @ weight)), None
+            new_x = jnp.tanh(x @ weight)
+            new_dead = jnp.cos(dead @ weight)
+            return (new_x, new_dead), None
 
         (x, _), _ = jax.lax.scan(body, (x, x), w)
         return x, None
@@ -153,11 +159,8 @@ def test_constants_and_masks_are_free():
         return jnp.where(mask, x * 2, -jnp.inf)
 
     graph = program(step, f32(64, 64))
-    assert not [
-        operation
-        for operation in graph.operations
-        if all(graph.values[value].free for value in operation.ins)
-    ]
+    for operation in graph.operations:
+        assert not all(graph.values[value].free for value in operation.ins)
     assert not graph.values[graph.results[0]].free
 
 
@@ -167,13 +170,15 @@ def negated_mean(x, w):
 
 def clipped(x, w):
     y = x @ w
-    return x * jnp.minimum(1.0, 1.0 / (jnp.sqrt(jnp.sum(y * y)) + 1e-6))
+    norm = jnp.sqrt(jnp.sum(y * y))
+    return x * jnp.minimum(1.0, 1.0 / (norm + 1e-6))
 
 
 def scaled_in_a_loop(x, w):
     array = jnp.full(8, -jnp.mean(x @ w))
     scale = jnp.exp(array)
-    return jax.lax.scan(lambda c, s: (c * s, None), x, scale)[0]
+    result, _ = jax.lax.scan(lambda c, s: (c * s, None), x, scale)
+    return result
 
 
 @pytest.mark.parametrize("step", [negated_mean, clipped, scaled_in_a_loop])
@@ -186,13 +191,14 @@ def test_the_operations_before_a_computed_scalar_are_listed(step):
 
 def test_experts_in_groups_for_tpus():
     def step(rows, w, counts):
-        return jax.value_and_grad(
-            lambda w: jnp.sum(jax.lax.ragged_dot(rows, w, counts) ** 2)
-        )(w)
+        def loss(w):
+            products = jax.lax.ragged_dot(rows, w, counts)
+            return jnp.sum(products**2)
 
-    graph = program(
-        step, f32(64, 16), f32(8, 16, 32), jax.ShapeDtypeStruct((8,), "int32")
-    )
+        return jax.value_and_grad(loss)(w)
+
+    counts = jax.ShapeDtypeStruct((8,), "int32")
+    graph = program(step, f32(64, 16), f32(8, 16, 32), counts)
     forward, backward = named(graph, "ragged_dot")
     expected = [
         [(64,), (16,)],
@@ -219,9 +225,8 @@ def test_a_convolution_counts_its_window():
     def step(x, k):
         return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME")
 
-    (operation,) = named(
-        program(step, f32(2, 4, 8, 8), f32(16, 4, 3, 3)), "convolution"
-    )
+    graph = program(step, f32(2, 4, 8, 8), f32(16, 4, 3, 3))
+    (operation,) = named(graph, "convolution")
     expected = 2 * (2 * 16 * 8 * 8) * (4 * 3 * 3)
     assert operation.flops == expected
 
@@ -231,10 +236,13 @@ def test_a_shard_map_is_noted_and_its_work_is_that_of_all_shards():
     mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=axis_types)
 
     def step(x, w):
-        in_specs = (P("a"), P())
-        return jax.shard_map(
-            lambda x, w: x @ w, mesh=mesh, in_specs=in_specs, out_specs=P("a")
-        )(x, w)
+        product = jax.shard_map(
+            lambda x, w: x @ w,
+            mesh=mesh,
+            in_specs=(P("a"), P()),
+            out_specs=P("a"),
+        )
+        return product(x, w)
 
     graph = program(step, f32(8, 16), f32(16, 32))
     (operation,) = named(graph, "dot_general")
@@ -243,11 +251,10 @@ def test_a_shard_map_is_noted_and_its_work_is_that_of_all_shards():
 
 
 def test_lines_are_those_of_the_program():
-    (operation,) = named(program(lambda x: jax.jit(jnp.sin)(x), f32(8)), "sine")
-    assert any(
-        line.file.endswith("test_graph.py")
-        for line in _step.lines_of(operation.location)
-    )
+    graph = program(lambda x: jax.jit(jnp.sin)(x), f32(8))
+    (operation,) = named(graph, "sine")
+    lines = _step.lines_of(operation.location)
+    assert any(line.file.endswith("test_graph.py") for line in lines)
     stacks = _step.name_stacks(operation.location)
     assert stacks[0].endswith("sin")
     assert any("jit" in stack for stack in stacks)
