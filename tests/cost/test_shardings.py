@@ -59,7 +59,8 @@ def a_program(seed):
             arrays = [x0, x1, x2]
             picks = iter(order)
             for position, choice in enumerate(choices):
-                x, y = (arrays[next(picks) % len(arrays)] for _ in range(2))
+                x = arrays[next(picks) % len(arrays)]
+                y = arrays[next(picks) % len(arrays)]
                 if choice < 2:
                     if x.shape[1] == y.shape[0]:
                         y = y
@@ -229,11 +230,7 @@ def test_shardings_have_rows_of_parameters_and_lines():
     assert actual == {LINES["block"]}
     actual = {row.loop and row.loop.place for row in of_block}
     assert actual == {LINES["scan"]}
-    loops = {
-        row.loop
-        for row in table.rows
-        if row.source and row.source.place == LINES["loss"]
-    }
+    loops = {row.loop for row in table.at(LINES["loss"]).rows}
     assert loops == {None}
     with pytest.raises(
         UnknownPathError, match="no array of the step is made at 'x.py:1'"
@@ -242,9 +239,11 @@ def test_shardings_have_rows_of_parameters_and_lines():
     with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
         table.of("params/dwon")
     sent = table.annotate(estimate(step, *args))
-    summed = next(
-        row for row in sent.rows if row.source and row.source.place == LINES["block"]
-    )
+    summed = None
+    for row in sent.rows:
+        if summed is None and row.source and row.source.place == LINES["block"]:
+            summed = row
+    assert summed is not None
     assert "summed over fsdp" in summed.note
     assert "from params/down" in summed.note
     assert any("are sharded over it" in conflict for conflict in table.conflicts)
@@ -268,14 +267,14 @@ def test_shard_maps_keep_their_specs_and_results_are_origins():
 
     out = (None, NamedSharding(MESH, P("b", None)))
     table = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
-    by = {
-        row.operation: {origin.axis: origin.by for origin in row.origins}
-        for row in table.rows
-    }
-    assert by["tanh"]["a"].startswith("the constraint at test_shardings.py")
+    origins_by_operation = {row.operation: row.origins for row in table.rows}
+    (origin,) = [
+        origin for origin in origins_by_operation["tanh"] if origin.axis == "a"
+    ]
+    assert origin.by.startswith("the constraint at test_shardings.py")
     origins = itertools.chain.from_iterable(row.origins for row in table.rows)
     assert "result 1" in {origin.by for origin in origins}
-    assert "multiply" not in by
+    assert "multiply" not in origins_by_operation
     assert "inside a `shard_map`" in str(table)
 
 
@@ -331,17 +330,15 @@ def test_a_missing_constraint_is_told_with_its_savings():
             tokens,
         )
 
-    def told(fitted):
-        return [
-            change
-            for change in fitted.changes
-            if change.what.startswith("constrain the activations")
-        ]
+    def constraints(fitted):
+        words = "constrain the activations"
+        return [change for change in fitted.changes if change.what.startswith(words)]
 
     args = trained(constrained=False)
     mended = trained(constrained=True)
-    before, after = (fit(*step_args, chip="h100") for step_args in (args, mended))
-    (change,) = told(before)
+    before = fit(*args, chip="h100")
+    after = fit(*mended, chip="h100")
+    (change,) = constraints(before)
     words = (
         "constrain(x, P('fsdp', None, None), plan) for the f32[64,32,64] of"
         " test_shardings"
@@ -354,12 +351,14 @@ def test_a_missing_constraint_is_told_with_its_savings():
         needed_bytes = compile_for(*step_args, target="cpu").memory.needed_bytes
         expected = pytest.approx(needed_bytes, rel=0.2)
         assert claim == expected
-    assert not told(after)
-    assert not told(fit(*trained(constrained=False, batch_axis=None), chip="h100"))
+    assert not constraints(after)
+    replicated = trained(constrained=False, batch_axis=None)
+    assert not constraints(fit(*replicated, chip="h100"))
 
 
 def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
-    before, after = (shardings(*decoder(constrained=on)) for on in (False, True))
+    before = shardings(*decoder(constrained=False))
+    after = shardings(*decoder(constrained=True))
     golden = tmp_path / "layouts.txt"
     assert_same_shardings_text(before, golden, update=True)
     assert_same_shardings_text(before, golden)

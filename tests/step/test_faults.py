@@ -88,7 +88,7 @@ N = ()
 
 
 @pytest.mark.parametrize(
-    "predicate, shape, cuts, found",
+    "predicate, shape, cuts, is_matched",
     [
         (SQUARE, (64, 64), [T, F], True),
         (SQUARE, (4, 64, 64), [N, T, F], True),
@@ -106,13 +106,17 @@ N = ()
         (KERNEL, (64, 32, 3, 3), [T, N, N, N], False),
     ],
 )
-def test_a_predicate_of_arrays_reads_shapes_and_specs(predicate, shape, cuts, found):
+def test_a_predicate_of_arrays_reads_shapes_and_specs(
+    predicate,
+    shape,
+    cuts,
+    is_matched,
+):
     cut = faults.matches_array(predicate, shape, cuts, SIZES)
-    if found:
-        wanted = faults.ArrayCut(frozenset(T), frozenset(F))
-    else:
-        wanted = None
-    assert cut == wanted
+    expected = None
+    if is_matched:
+        expected = faults.ArrayCut(frozenset(T), frozenset(F))
+    assert cut == expected
 
 
 def test_the_language_of_records_is_closed():

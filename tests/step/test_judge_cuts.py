@@ -24,14 +24,14 @@ def expected_terms(cut: cut_sets.Cut, size: int, devices: int) -> set[int] | Non
     for device in range(devices):
         starts = tuple(cut.starts[device].tolist())
         masks.setdefault(starts, 0)
-        masks[tuple(cut.starts[device].tolist())] |= 1 << device
+        masks[starts] |= 1 << device
     held: list[int] = []
     terms = set()
     for mask in masks.values():
-        own = written_out(cut, mask.bit_length() - 1)
-        if own:
+        positions = written_out(cut, mask.bit_length() - 1)
+        if positions:
             terms.add(mask)
-            held += own
+            held += positions
     if sorted(held) == list(range(size)):
         return terms
     return None
@@ -45,13 +45,17 @@ def segments(draw: st.DrawFn):
     if draw(st.booleans()):
         parts = draw(st.integers(1, 3))
         length = max(1, size // parts)
-        distance = length if abs(step) == 1 else 1
+        distance = 1
+        if abs(step) == 1:
+            distance = length
         lengths = [length]
         starts = [[device % parts * distance] for device in range(devices)]
     else:
         lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
         start = st.sampled_from([cut_sets.HOLE, *range(-1, size + 1)])
-        starts = [[draw(start) for _ in lengths] for _ in range(devices)]
+        starts = []
+        for _ in range(devices):
+            starts.append([draw(start) for _ in lengths])
     return lengths, np.array(starts), step, size
 
 
