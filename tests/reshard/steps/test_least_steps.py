@@ -102,19 +102,16 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
             return cost
         if cost > best[now]:
             continue
-        ways = [
-            step
-            for step in steps_from(now, factors, slow)
-            if sum(map(len, step[0])) >= least
-        ]
+        steps = []
+        for after, extra in steps_from(now, factors, slow):
+            if sum(map(len, after)) >= least:
+                steps.append((after, extra))
         have = tiles[index[now]]
-        same = alike[tuple(map(len, now))]
         share = 2.0 ** -sum(map(len, now))
-        ways += [
-            (states[number], permuted(have, tiles[number], slices) * share)
-            for number in same
-        ]
-        for after, extra in ways:
+        for number in alike[tuple(map(len, now))]:
+            extra = permuted(have, tiles[number], slices) * share
+            steps.append((states[number], extra))
+        for after, extra in steps:
             if cost + extra < best.get(after, math.inf) - 1e-12:
                 best[after] = cost + extra
                 heapq.heappush(heap, (cost + extra, after))
@@ -128,12 +125,12 @@ def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
     lacking = have != want
     if not slices.any():
         return float(lacking.mean())
-    expected, target_tiles = (
-        Counter(zip(slices[lacking], tiles[lacking], strict=True))
-        for tiles in (want, have)
-    )
-    near = (expected & target_tiles).total()
-    return (near + DEAR * (lacking.sum() - near)) / len(have)
+    slices_of_lacking = slices[lacking]
+    wanted_tiles = Counter(zip(slices_of_lacking, want[lacking], strict=True))
+    held_tiles = Counter(zip(slices_of_lacking, have[lacking], strict=True))
+    near = (wanted_tiles & held_tiles).total()
+    far = lacking.sum() - near
+    return (near + DEAR * far) / len(have)
 
 
 def _tile(dims, where: np.ndarray) -> np.ndarray:
@@ -183,13 +180,9 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
     for _ in range(12):
         rows = []
         for _ in range(2):
-            cuts = [
-                0,
-                *sorted(
-                    rng.choice(range(1, power), rng.integers(3), replace=False).tolist()
-                ),
-                power,
-            ]
+            count = rng.integers(3)
+            inner_cuts = rng.choice(range(1, power), count, replace=False)
+            cuts = [0, *sorted(inner_cuts.tolist()), power]
             dims = [[], [], []]
             for axis in rng.permutation(len(cuts) - 1).tolist():
                 dims[rng.integers(3)].append(axis)
