@@ -28,22 +28,17 @@ def placed(expected, sharding):
 
 def right(array, expected, sharding):
     """Whether this process's shards hold what they should."""
-    mine = [
-        device
-        for device in sharding.device_set
-        if device.process_index == jax.process_index()
-    ]
+    if array.sharding != sharding:
+        return False
+    if array.shape != expected.shape or array.dtype != expected.dtype:
+        return False
     shards = array.addressable_shards
-    return (
-        array.sharding == sharding
-        and array.shape == expected.shape
-        and array.dtype == expected.dtype
-        and {shard.device for shard in shards} == set(mine)
-        and all(
-            np.array_equal(np.asarray(shard.data), expected[shard.index])
-            for shard in shards
-        )
-    )
+    if {shard.device for shard in shards} != sharding.addressable_devices:
+        return False
+    for shard in shards:
+        if not np.array_equal(np.asarray(shard.data), expected[shard.index]):
+            return False
+    return True
 
 
 def meshes():
@@ -88,22 +83,23 @@ def case(name, shape=(24, 48), **options):
     mesh_by_name = meshes()
     src = NamedSharding(mesh_by_name[source], ours)
     dst = NamedSharding(mesh_by_name[target], theirs)
+    other = values(shape) + 1
     # A second shape and dtype needs twice as many programs.
     if name in OF_TWO_DTYPES:
         other = values(shape[::-1], "bfloat16")
-    else:
-        other = values(shape) + 1
     expected = {"w": values(shape), "h": other}
-    tree = {key: placed(value, src) for key, value in expected.items()}
-    shown = plan_reshard(tree, dst)
+    tree = {path: placed(array, src) for path, array in expected.items()}
+    reshard_plan = plan_reshard(tree, dst)
     moved = reshard(tree, dst, **options)
-    ok = all(right(moved[key], expected[key], dst) for key in expected)
-    deleted = all(x.is_deleted() for x in tree.values())
+    are_right = [right(moved[path], array, dst) for path, array in expected.items()]
+    are_deleted = None
+    if options.get("donate"):
+        are_deleted = all(array.is_deleted() for array in tree.values())
     return {
-        "right": ok,
-        "deleted": deleted if options.get("donate") else None,
-        "how": {leaf.how for leaf in shown.leaves},
-        "bytes": (shown.wire_bytes, shown.lower_bound_bytes),
+        "right": all(are_right),
+        "deleted": are_deleted,
+        "how": {leaf.how for leaf in reshard_plan.leaves},
+        "bytes": (reshard_plan.wire_bytes, reshard_plan.lower_bound_bytes),
     }
 
 
@@ -113,9 +109,10 @@ def limited(name, **options):
     """
     options["shape"] = (8, 16)
     text, _ = multiprocess_worker.raised(case, name, memory_limit_bytes=10, **options)
-    parts = text.split("`memory_limit_bytes=")[-1].split("`")[0]
-    least = int(parts)
-    return case(name, memory_limit_bytes=least, **options) | {"error": text}
+    _, _, after = text.rpartition("`memory_limit_bytes=")
+    least, _, _ = after.partition("`")
+    result = case(name, memory_limit_bytes=int(least), **options)
+    return result | {"error": text}
 
 
 def owned_by_one_process():
@@ -126,35 +123,33 @@ def owned_by_one_process():
     expected = values((24, 48))
     first = NamedSharding(mesh_by_name["first"], P("a"))
     whole = NamedSharding(mesh_by_name["one"], P())
-    first_device = SingleDeviceSharding(jax.devices()[0])
-    layouts = {
-        "label": (whole, first_device),
-        "memory": (first, first.with_memory_kind("pinned_host")),
-        "label and memory": (
-            whole,
-            SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
-        ),
-    }
-    right_by_case = {
-        name: right(reshard(placed(expected, src), dst), expected, dst)
-        for name, (src, dst) in layouts.items()
-    }
-    empty = values((0, 8))
+    device = jax.devices()[0]
+    on_device = SingleDeviceSharding(device)
+    on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
     turned = NamedSharding(mesh_by_name["first turned"], P("a"))
-    right_by_case["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
+    right_by_case = {}
+    for name, array, src, dst in (
+        ("label", expected, whole, on_device),
+        ("memory", expected, first, first.with_memory_kind("pinned_host")),
+        ("label and memory", expected, whole, on_host),
+        ("empty", values((0, 8)), first, turned),
+    ):
+        moved = reshard(placed(array, src), dst)
+        right_by_case[name] = right(moved, array, dst)
     everywhere = NamedSharding(mesh_by_name["all"], P())
-    keys = jax.jit(
-        lambda: jax.random.split(jax.random.key(3), 8),
-        out_shardings=everywhere,
-    )()
+
+    def eight_keys():
+        return jax.random.split(jax.random.key(3), 8)
+
+    keys = jax.jit(eight_keys, out_shardings=everywhere)()
     moved = reshard(keys, whole)
-    key_data = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
-    data = np.asarray(key_data)
-    mine = [
-        np.array_equal(jax.random.key_data(shard.data), data)
-        for shard in moved.addressable_shards
-    ]
-    right_by_case["keys"] = all(mine) and len(mine) == len(whole.addressable_devices)
+    expected_data = np.asarray(jax.random.key_data(eight_keys()))
+    shards = moved.addressable_shards
+    has_all_keys = len(shards) == len(whole.addressable_devices)
+    for shard in shards:
+        data = jax.random.key_data(shard.data)
+        has_all_keys &= np.array_equal(data, expected_data)
+    right_by_case["keys"] = has_all_keys
     return right_by_case
 
 
@@ -168,19 +163,16 @@ def moves():
     mesh_by_name = meshes()
     rows = NamedSharding(mesh_by_name["first"], P("a"))
     # More than are in flight at a time.
-    numbers = range(40)
-    many = {str(i): placed(values((24, 8)) + i, rows) for i in numbers}
+    arrays = {str(number): values((24, 8)) + number for number in range(40)}
+    many = {path: placed(array, rows) for path, array in arrays.items()}
     dst = NamedSharding(mesh_by_name["last"], P(None, "a"))
     moved = reshard(many, dst)
-    result["many"] = all(
-        right(moved[str(i)], values((24, 8)) + i, dst) for i in numbers
-    )
-    move = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst)
-    single = move.assembly
-    if single is None:
-        result["way"] = None
-    else:
-        result["way"] = single.method
+    are_right = [right(moved[path], array, dst) for path, array in arrays.items()]
+    result["many"] = all(are_right)
+    move = move_of((24, 48), jnp.dtype("float32"), rows, dst)
+    result["way"] = None
+    if move.assembly is not None:
+        result["way"] = move.assembly.method
     odd_array = placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
     odd = many | {"odd": odd_array}
     three = NamedSharding(mesh_by_name["three"], P("a"))
@@ -217,11 +209,10 @@ def mapped_tree():
         "v": (2, 16, 8),
         "w": (16, 24),
         "s": (2, 3),
+        "b": (8,),
+        "e": (0, 8),
     }
-    return {
-        path: values(shape)
-        for path, shape in (*shapes.items(), ("b", (8,)), ("e", (0, 8)))
-    }
+    return {path: values(shape) for path, shape in shapes.items()}
 
 
 MAPPED = {
@@ -237,27 +228,28 @@ def mapped_ends(name):
     """A tree where its name says, what NumPy makes of it, and structs of where that
     shall be.
     """
-    source, there = (meshes()[end] for end in MAPPED[name])
+    mesh_by_name = meshes()
+    source_name, target_name = MAPPED[name]
+    source = mesh_by_name[source_name]
+    target_mesh = mesh_by_name[target_name]
     arrays = mapped_tree()
-    tree = {
-        path: placed(array, spread(source, array.shape))
-        for path, array in arrays.items()
-    }
+    tree = {}
+    for path, array in arrays.items():
+        tree[path] = placed(array, spread(source, array.shape))
     keys = jax.random.split(jax.random.key(5), 8)
     # As a computation gives them: on the devices of the source alone.
     key_data = np.asarray(jax.random.key_data(keys))
     data = placed(key_data, NamedSharding(source, P()))
     tree["keys"] = jax.random.wrap_key_data(data)
     rules = {path: rule for path, rule in MAP.steps[0].rules if path != "keys"}
-    without = TreeMap(rules)
-    whole = without.apply(arrays)
-    target = {
-        path: jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=spread(there, array.shape, last=True)
-        )
-        for path, array in whole.items()
-    }
-    replicated = NamedSharding(there, P())
+    map_without_keys = TreeMap(rules)
+    whole = map_without_keys.apply(arrays)
+    target = {}
+    for path, array in whole.items():
+        sharding = spread(target_mesh, array.shape, last=True)
+        struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        target[path] = struct
+    replicated = NamedSharding(target_mesh, P())
     target["keys"] = jax.ShapeDtypeStruct((4, 2), keys.dtype, sharding=replicated)
     key_data = np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2)
     whole["keys"] = key_data.transpose(1, 0, 2)
@@ -266,11 +258,15 @@ def mapped_ends(name):
 
 def spread(mesh, shape, last=False):
     """Over all axes along one dimension that divides."""
-    dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
+    dims = []
+    for dim, size in enumerate(shape):
+        if size > 0 and size % mesh.size == 0:
+            dims.append(dim)
+    if last:
+        dims.reverse()
     entries: list[Any] = [None] * len(shape)
     if dims:
-        chosen = dims[-1] if last else dims[0]
-        entries[chosen] = tuple(mesh.axis_names)
+        entries[dims[0]] = tuple(mesh.axis_names)
     return NamedSharding(mesh, P(*entries))
 
 
@@ -281,31 +277,33 @@ def mapped(name, **options):
     for path, expected in whole.items():
         array = moved[path]
         if path == "keys":
-            same = all(
-                np.array_equal(jax.random.key_data(s.data), expected)
-                for s in array.addressable_shards
-            )
-            same &= array.sharding.is_equivalent_to(target[path].sharding, array.ndim)
+            sharding = target[path].sharding
+            is_right = array.sharding.is_equivalent_to(sharding, array.ndim)
+            for shard in array.addressable_shards:
+                data = jax.random.key_data(shard.data)
+                is_right &= np.array_equal(data, expected)
         else:
-            same = right(array, expected, target[path].sharding)
-        if not same:
+            is_right = right(array, expected, target[path].sharding)
+        if not is_right:
             wrong.append(path)
-    return {"wrong": wrong, "deleted": all(x.is_deleted() for x in tree.values())}
+    are_deleted = all(array.is_deleted() for array in tree.values())
+    return {"wrong": wrong, "deleted": are_deleted}
 
 
 def through_maps():
-    result: dict[str, object] = {
-        name: mapped(name, donate=name == "disjoint") for name in MAPPED
-    }
-    mesh = meshes()["grid"]
-    rows = spread(mesh, (16, 24))
-    tree = {"w": placed(values((16, 24)), rows)}
-    sharding = spread(mesh, (16, 24))
-    struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)}
-    rules = {"x": From("w").times(float(jax.process_index() == 1) + 1)}
-    times = TreeMap(rules)
+    result: dict[str, object] = {}
+    for name in MAPPED:
+        result[name] = mapped(name, donate=name == "disjoint")
+    shape = (16, 24)
+    rows = spread(meshes()["grid"], shape)
+    tree = {"w": placed(values(shape), rows)}
+    structs = {"x": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)}
+    factor = 1.0
+    if jax.process_index() == 1:
+        factor = 2.0
+    times = TreeMap({"x": From("w").times(factor)})
     result["other map"], _ = multiprocess_worker.raised(
-        reshard, tree, struct, map=times
+        reshard, tree, structs, map=times
     )
     result["error"], _ = multiprocess_worker.raised(
         mapped, "odd", memory_limit_bytes=10
