@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -127,6 +127,8 @@ def _run_in_turn(
         """The median of the steps that a candidate has run so far."""
         return statistics.median(taken_seconds[number])
 
+    # Each candidate's arguments are made by the same programs before every run.
+    makers = [_makers_of(lowered.args, devices, each.candidate) for each in programs]
     # The candidates that still run, by number.
     order = list(range(len(programs)))
     for turn in range(_ROUNDS):
@@ -135,10 +137,8 @@ def _run_in_turn(
                 f"running candidate {number + 1} of {len(programs)}, round {turn + 1} of"
                 f" {_ROUNDS}"
             )
-            candidate, program = programs[number]
-            taken_seconds[number] += _run_seconds(
-                lowered.args, devices, candidate, program
-            )
+            program = programs[number].program
+            taken_seconds[number] += _run_seconds(program, makers[number])
         # Only the faster half can still contain the fastest.
         remaining = max(2, (len(order) + 1) // 2)
         order = sorted(order, key=median_seconds)[:remaining]
@@ -181,22 +181,13 @@ def devices_for(
     return tuple(jax_devices[:count])
 
 
-def _run_seconds(
-    args: Sequence[PyTree],
-    devices: Sequence[object],
-    candidate: Candidate,
-    program: Any,
-) -> list[float]:
-    """The seconds of several runs of `program`, the compiled program of `candidate`.
-    Each run gets new arrays for `args`.
-    """
-    mesh = candidate.mesh.build(devices)
-    plans = [plan.on(mesh) for plan in candidate.plans]
+def _run_seconds(program: Any, makers: Sequence[Callable[[], PyTree]]) -> list[float]:
+    """The seconds of several runs of a compiled program. `makers` make its arguments."""
 
     def seconds_of_run() -> float:
         """The seconds of one run, without those that make its arrays."""
         # A step may reuse the memory of its arguments.
-        values = list(map(_arrays_for, args, plans))
+        values = [make() for make in makers]
         _wait(values)
         begin = time.perf_counter()
         _wait(program(*values))
@@ -206,15 +197,26 @@ def _run_seconds(
     return [seconds_of_run() for _ in range(_STEPS)]
 
 
-def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """The argument `arg` with arrays of a constant in the place of its
-    `jax.ShapeDtypeStruct`s, sharded by the plan.
+def _makers_of(
+    args: Sequence[PyTree],
+    devices: Sequence[object],
+    candidate: Candidate,
+) -> list[Callable[[], PyTree]]:
+    """For each argument of a step, the function that makes it for a candidate."""
+    mesh = candidate.mesh.build(devices)
+    plans = [plan.on(mesh) for plan in candidate.plans]
+    return list(map(_maker_of, args, plans))
+
+
+def _maker_of(arg: PyTree, plan: ShardPlan) -> Callable[[], PyTree]:
+    """A function that returns the argument `arg` with arrays of a constant in the place
+    of its `jax.ShapeDtypeStruct`s, sharded by the plan. Its program is compiled once.
     """
     structs, rest = eqx.partition(
         arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     )
-    make = filter_jit(lambda: jax.tree.map(_constant, structs), out_shardings=plan)
-    return eqx.combine(make(), rest)
+    constants = filter_jit(lambda: jax.tree.map(_constant, structs), out_shardings=plan)
+    return lambda: eqx.combine(constants(), rest)
 
 
 def _constant(struct: Any) -> jax.Array:
