@@ -96,7 +96,7 @@ def report_data(
         "verdict": _verdict(totals, listed, fit, hardware),
         "mesh": _mesh(plan.mesh),
         "totals": totals,
-        "rows": [_row(row, plan.mesh) for row in rows],
+        "rows": _rows(rows, plan.mesh),
         "memory": _memory(rows, fit),
         "fit": fit_data,
         "step": step,
@@ -164,20 +164,25 @@ def _mesh(mesh: MeshSpec) -> dict[str, object]:
 
 def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
     """The sums over all arrays of a plan; `rows` has its arrays in groups."""
+    device_count = plan.mesh.size
     replicated_bytes = 0
     arrays = 0
     corrected_arrays = 0
+    row_by_number = {group.number: group.row for group in rows}
+    is_undersharded = {
+        number: _is_undersharded(row) for number, row in row_by_number.items()
+    }
     for row in rows:
         arrays += len(row.paths)
-        if _is_undersharded(row.row):
+        if is_undersharded[row.number]:
             corrected_arrays += len(row.paths)
-        if plan.mesh.size > 1 and row.bytes_per_device == row.bytes:
+        if device_count > 1 and row.bytes_per_device == row.bytes:
             replicated_bytes += row.bytes
     return {
         "arrays": arrays,
         "bytes": plan.bytes_total,
         "bytes_per_device": plan.bytes_per_device,
-        "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
+        "even_bytes_per_device": -(-plan.bytes_total // device_count),
         "replicated_bytes": replicated_bytes,
         "corrected_arrays": corrected_arrays,
     }
@@ -231,18 +236,34 @@ def _verdict(
     return {"level": level, "text": ", ".join(parts)}
 
 
-def _row(group: Group, mesh: MeshSpec) -> dict[str, object]:
-    """Arrays that are planned alike, as data. "lost" has the dimensions that are
-    sharded less than requested.
+def _rows(groups: Sequence[Group], mesh: MeshSpec) -> list[dict[str, object]]:
+    """Each group of arrays that are planned alike, as data."""
+    # Thousands of arrays have the plans of a few.
+    plan_by_number: dict[int, dict[str, object]] = {}
+    rows: list[dict[str, object]] = []
+    for group in groups:
+        if group.number not in plan_by_number:
+            plan_by_number[group.number] = _plan_of(group.row, mesh)
+        row = {
+            "path": group.where,
+            "arrays": len(group.paths),
+            **plan_by_number[group.number],
+            "bytes": group.bytes,
+            "bytes_per_device": group.bytes_per_device,
+        }
+        rows.append(row)
+    return rows
+
+
+def _plan_of(row: Row, mesh: MeshSpec) -> dict[str, object]:
+    """The plan of an array, as data. "lost" has the dimensions that are sharded less
+    than requested.
     """
-    row = group.row
     names = None
     if row.names is not None:
         names = [*map(entry_text, row.names)]
     shard = shard_shape(row.shape, without_unconstrained(row.spec), mesh.shape)
     return {
-        "path": group.where,
-        "arrays": len(group.paths),
         "array": array_text(row.dtype, row.shape),
         "shape": list(row.shape),
         "shard_shape": list(shard),
@@ -255,8 +276,6 @@ def _row(group: Group, mesh: MeshSpec) -> dict[str, object]:
         "rule": row.rule,
         "reasons": [*map(_reason, row.reasons)],
         "memory_kind": row.memory_kind,
-        "bytes": group.bytes,
-        "bytes_per_device": group.bytes_per_device,
     }
 
 
