@@ -2,6 +2,7 @@
 over which mesh axis each dimension is sharded.
 """
 
+import functools as ft
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -177,6 +178,11 @@ def _target(
     return spec
 
 
+# The name of an axis in a path, such as `{layers}`; also a number.
+_BRACES = r"\{[^}]*\}"
+_BRACES_OR_NUMBER = rf"{_BRACES}|\d+"
+
+
 def _suffix(path: str, others: Sequence[str]) -> str:
     """Returns a regex for the shortest suffix of a path that no path in `others` has.
     If possible, it matches any layer number.
@@ -184,18 +190,24 @@ def _suffix(path: str, others: Sequence[str]) -> str:
     For `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The "." also
     matches the "/" in the paths of a nested tree.
     """
-    braces = r"\{[^}]*\}"
-    braces_or_number = rf"{braces}|\d+"
     for segment_count in range(2, path.count(".") + 2):
         # First every number in the paths stands for any number. If the suffix is then
         # one of another path too, only braces do.
-        for any_number in (braces_or_number, braces):
-            regex = re.sub(any_number, r"\\d+", path)
+        for any_number in (_BRACES_OR_NUMBER, _BRACES):
+            regex = _regex_of(path, any_number)
             suffix = ".".join(regex.split(".")[-segment_count:])
-            other_regexes = [re.sub(any_number, r"\\d+", other) for other in others]
-            if not any(other.endswith(suffix) for other in other_regexes):
+            if not any(
+                _regex_of(other, any_number).endswith(suffix) for other in others
+            ):
                 return suffix
-    return re.sub(braces, r"\\d+", path)
+    return _regex_of(path, _BRACES)
+
+
+# A preset compares each path with all others, and a model has hundreds.
+@ft.lru_cache(maxsize=4096)
+def _regex_of(path: str, any_number: str) -> str:
+    """The path with a regex for any number in the place of each match of `any_number`."""
+    return re.sub(any_number, r"\\d+", path)
 
 
 def _regex(suffixes: Sequence[str]) -> str:
