@@ -269,18 +269,20 @@ def estimate(
     platform = platform_of(compiler)
     traced = step_of(step, args, mesh)
     judged_programs = programs_to_judge(traced, platform, LARGEST_DIRECT_MESH)
+    module = None
     if judged_programs is not None:
-        warn_if_refuted(judged_programs)
+        module = module_of(judged_programs, traced.mesh.size)
+        warn_if_refuted(judged_programs, module)
     libtpu_traffic = None
     if platform == "tpu":
         libtpu_traffic = asked_traffic(traced, chip_of(compiler, traced.mesh))
     if libtpu_traffic is not None:
         return libtpu_traffic
-    if judged_programs is None:
+    if module is None:
         foreseen_traffic = estimated(traced, platform)
     else:
-        module = as_sent(module_of(judged_programs, traced.mesh.size), platform)
-        foreseen_traffic = largest_first(read(module, traced.jax_mesh, traced.leaves))
+        sent = as_sent(module, platform)
+        foreseen_traffic = largest_first(read(sent, traced.jax_mesh, traced.leaves))
     if platform == "cpu":
         return foreseen_traffic
     notes: tuple[str, ...] = (_GPU_NOTE,)

@@ -325,7 +325,7 @@ def fit(
     assigned = compiled.assigned if isinstance(compiled, CompiledFor) else None
     chip_step = StepOnChip(traced, chip, step if args else None, assigned=assigned)
     if chip_step.programs is not None:
-        warn_if_refuted(chip_step.programs)
+        warn_if_refuted(chip_step.programs, chip_step.module)
     rows, arguments = argument_rows(chip_step)
     notes = (*notes, *tiles_notes(chip_step.parameter_bytes, rows, chip))
     shapes = gradient_shapes(chip_step)

@@ -41,25 +41,27 @@ def module_of(programs: Programs, devices: int) -> HloModule:
 def refutations_of(
     programs: Programs,
     text: str | None = None,
+    module: HloModule | None = None,
 ) -> tuple[Refutation, ...]:
     """What the partitioner computes wrongly; nothing for programs with more than
     `MOST_JUDGED` operations. `text` is the program that another compiler partitioned;
-    it is judged in the place of XLA's.
+    it is judged in the place of XLA's. `module` is XLA's partitioned program, if the
+    caller has read its text.
     """
     partitioned_text = programs.partitioned if text is None else text
     # One operation is one line with an equals sign.
     if partitioned_text.count(" = ") > MOST_JUDGED:
         return ()
     if text is None:
-        return judged(programs).refutations
+        return judged(programs, module).refutations
     return judged_text(programs.whole, text, "the compiler's program").refutations
 
 
-def warn_if_refuted(programs: Programs) -> None:
+def warn_if_refuted(programs: Programs, module: HloModule) -> None:
     """Warns of each operation that the partitioner computes wrongly, for the caller of
-    a public function that calls this one.
+    a public function that calls this one. `module` is the partitioned program.
     """
-    for refutation in refutations_of(programs):
+    for refutation in refutations_of(programs, module=module):
         text = (
             f"XLA's partitioner computes this step wrongly: {refutation}\n"
             "    `shardfx.testing.verify(step, *args)` has the whole verdict"

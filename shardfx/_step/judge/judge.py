@@ -49,15 +49,17 @@ _CALLS = ("call", "fusion", "while", "conditional")
 _FREE = frozenset("parameter constant tuple get-tuple-element partition-id".split())
 
 
-def judged(programs: Programs) -> Verdict:
+def judged(programs: Programs, partitioned: HloModule | None = None) -> Verdict:
     """Judges XLA's partitioned program by the same program before the partitioner, as
-    `Step.programs` returns both.
+    `Step.programs` returns both. `partitioned` is the module of the partitioned
+    program, if the caller has read its text.
     """
     whole = parse_hlo(programs.whole)
     if whole.partitions == 1:
         return Verdict("proved", program="the program of one device")
+    if partitioned is None:
+        partitioned = parse_hlo(programs.partitioned)
     # XLA leaves the number out of the partitioned text of 32 devices or more.
-    partitioned = parse_hlo(programs.partitioned)
     module = dataclasses.replace(partitioned, partitions=whole.partitions)
     return Judge(module, read_whole(whole)).verdict()
 
