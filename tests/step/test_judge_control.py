@@ -2,9 +2,14 @@
 the whole program.
 """
 
+import gc
+import weakref
+
 import pytest
 from judging import verdict_of_texts
 from test_judge_by_hand import named
+
+from shardfx._step.judge import judge
 
 
 CUT_TILES = "devices=[2]<=[2]"
@@ -72,6 +77,23 @@ def test_a_loop_that_leaves_an_array_as_it_is_is_another():
 def test_a_loop_hangs_on_no_unfinished_condition():
     whole = loop(8, ANY_POSITIVE)
     assert verdict_of_texts(whole, loop(4, ANY_POSITIVE)).outcome != "proved"
+
+
+def test_a_judged_program_is_freed_at_once(monkeypatch):
+    judges = []
+
+    class Watched(judge.Judge):
+        def verdict(self):
+            judges.append(weakref.ref(self))
+            return super().verdict()
+
+    monkeypatch.setattr(judge, "Judge", Watched)
+    gc.disable()
+    try:
+        verdict_of_texts(loop(8, COUNTED), loop(4, COUNTED))
+        assert [reference() for reference in judges] == [None]
+    finally:
+        gc.enable()
 
 
 CHOSEN = """HloModule program, num_partitions=2

@@ -131,7 +131,7 @@ class Judge:
         )
         self.record = Record(module)
         self.reached_faults: set[int] = set()
-        self.loops = Loops(self.context, self.run, self.record)
+        self.loops = Loops(self.context, self.record)
 
     def verdict(self) -> Verdict:
         """Judges the program, from its arguments to its results."""
@@ -533,7 +533,7 @@ class Judge:
         called_names = dict(instruction.called)
         try:
             if instruction.opcode == "while":
-                results = self.loops.loop(instruction, operands[0])
+                results = self.loops.loop(instruction, operands[0], self.run)
                 self.record.judged(key)
                 return results
             if instruction.opcode == "conditional":

@@ -38,23 +38,30 @@ class _Trial(NamedTuple):
 
 
 class Loops:
-    """The loops of a program. `run` goes through one of its computations, and notes in
-    `record` what it finds.
+    """The loops of a program, and the `record` of what its judge finds.
+
+    The judge's method `run` is passed to each call. An attribute for it would make a
+    cycle with the judge, and the programs would stay in memory until the garbage
+    collector finds it.
     """
 
-    def __init__(self, context: Context, run: Run, record: Record):
+    def __init__(self, context: Context, record: Record):
         self.context = context
-        self.run = run
         self.record = record
         # The numbers of the loops whose turns are being judged.
         self.taken: list[int] = []
         # For each loop of the whole program, the body that was judged as its.
         self.judged_bodies: dict[int, str] = {}
 
-    def loop(self, instruction: Instruction, initial: Result) -> tuple[Result, ...]:
+    def loop(
+        self,
+        instruction: Instruction,
+        initial: Result,
+        run: Run,
+    ) -> tuple[Result, ...]:
         """The results of the loop `instruction`, which starts with `initial`. Raises
         `Unjudged` if it is none of the whole program's, or if a turn changes how its
-        values lie.
+        values lie. `run` goes through a computation of the program.
         """
         starting_leaves = list(leaves_of(initial))
         called_names = dict(instruction.called)
@@ -62,11 +69,11 @@ class Loops:
         if not trials:
             raise Unjudged("no loop of the whole program starts like this")
         if len(trials) > 1:
-            best = self._best(trials, starting_leaves, called_names)
+            best = self._best(trials, starting_leaves, called_names, run)
         else:
             best = trials[0]
         self.judged_bodies[best.loop.number] = called_names["body"]
-        return self._results_as(best, starting_leaves, called_names)
+        return self._results_as(best, starting_leaves, called_names, run)
 
     def _trials(
         self,
@@ -104,6 +111,7 @@ class Loops:
         trials: Sequence[_Trial],
         starting_leaves: Sequence[Result],
         called_names: Mapping[str, str],
+        run: Run,
     ) -> _Trial:
         """The trial in whose turns least is not judged, and least wrong. What the turns
         note in the record is forgotten. `called_names` has the loop's computations:
@@ -114,7 +122,7 @@ class Loops:
         for trial in trials:
             record_before = self.record.copy()
             try:
-                self._results_as(trial, starting_leaves, called_names)
+                self._results_as(trial, starting_leaves, called_names, run)
             except Unjudged:
                 continue
             finally:
@@ -132,6 +140,7 @@ class Loops:
         trial: _Trial,
         starting_leaves: Sequence[Result],
         called_names: Mapping[str, str],
+        run: Run,
     ) -> tuple[Result, ...]:
         """The results of a loop, if it is the loop of `trial` in the whole program.
         Raises `Unjudged` if what it carries does not settle.
@@ -141,7 +150,11 @@ class Loops:
         self.taken.append(trial.loop.number)
         try:
             results = self._settled_results(
-                trial.loop, starting_leaves, trial.state, called_names
+                loop=trial.loop,
+                starting_leaves=starting_leaves,
+                state=trial.state,
+                called_names=called_names,
+                run=run,
             )
         finally:
             self.taken.pop()
@@ -240,6 +253,7 @@ class Loops:
         starting_leaves: Sequence[Result],
         state: Sequence[Result],
         called_names: Mapping[str, str],
+        run: Run,
     ) -> list[Result] | None:
         """The results of `loop`, once a turn leaves what it carries as it was; `None`
         if it does not settle, or if its condition is not the whole program's. `state`
@@ -247,14 +261,12 @@ class Loops:
         """
         state = list(state)
         for _ in range(_TURNS):
-            goes_on = self.run(called_names["condition"], [tuple(state)])
+            goes_on = run(called_names["condition"], [tuple(state)])
             if isinstance(goes_on, Held):
                 if goes_on.root != loop.goes_on.view.root:
                     return None
                 require_whole_scalar(goes_on, "a loop")
-            turned_leaves = list(
-                leaves_of(self.run(called_names["body"], [tuple(state)]))
-            )
+            turned_leaves = list(leaves_of(run(called_names["body"], [tuple(state)])))
             is_settled = True
             for place, (before_turn, after_turn) in enumerate(
                 zip(state, turned_leaves, strict=True)
