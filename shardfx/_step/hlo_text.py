@@ -168,16 +168,22 @@ class HloModule:
     - `entry`: the name of the entry computation.
     - `computations`: for the name of each computation, its instructions by name.
       Callees come before their callers.
-    - `stacks`: for each stack frame id in the attributes of instructions, the call
-      stack, innermost frame first.
+    - `tables`: the rows of the tables at the end of the text, by the name of each.
     - `partitions`: the number of partitions (devices) in the module's first line; 1 if
       the line does not have it.
     """
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
-    stacks: dict[int, tuple[Frame, ...]]
+    tables: dict[str, list[str]]
     partitions: int = 1
+
+    @ft.cached_property
+    def stacks(self) -> dict[int, tuple[Frame, ...]]:
+        """For each stack frame id in the attributes of instructions, the call stack,
+        innermost frame first.
+        """
+        return _stacks(self.tables)
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The call stack of the operation that was lowered to an instruction, innermost
@@ -216,7 +222,7 @@ def parse_hlo(text: str) -> HloModule:
     return HloModule(
         entry=sections.entry,
         computations=sections.computations,
-        stacks=_stacks(sections.tables),
+        tables=sections.tables,
         partitions=_count_in(header, _PARTITIONS),
     )
 
