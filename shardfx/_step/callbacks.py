@@ -42,6 +42,7 @@ CALLBACKS: Mapping[str, str] = MappingProxyType(
         "io_callback": "jax.experimental.io_callback",
     }
 )
+_JAXPRS = (jex.ClosedJaxpr, jex.Jaxpr)
 # A primitive that shows the user a sharding, and computes nothing.
 _INSPECTION = "inspect_sharding"
 _ON_ONE_DEVICE = "<mesh<[], device_ids=[0]>, []>"
@@ -183,18 +184,21 @@ class _Replacer:
                 params=params,
                 effects=effects,
             )
-        params = {
-            key: self.rewritten_param(param) for key, param in equation.params.items()
-        }
-        if _are_same([*params.values()], [*equation.params.values()]):
+        changed_params = {}
+        for key, param in equation.params.items():
+            rewritten = self.rewritten_param(param)
+            if rewritten is not param:
+                changed_params[key] = rewritten
+        if not changed_params:
             return equation
+        params = {**equation.params, **changed_params}
         return equation.replace(params=params, effects=effects)
 
     def rewritten_param(self, param: Any) -> Any:
         """A parameter of an equation with the callbacks in its jaxprs replaced."""
-        if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
+        if isinstance(param, _JAXPRS):
             return self.jaxpr(param)
-        if not isinstance(param, tuple):
+        if not isinstance(param, tuple) or not param:
             return param
         parts = [self.rewritten_param(part) for part in param]
         if _are_same(parts, param):
