@@ -282,11 +282,11 @@ def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = struct.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return struct.update(sharding=None)
+    if is_abstract(sharding):
+        return struct
     abstract = NamedSharding(
         MeshSpec.of(sharding.mesh).abstract(),
         sharding.spec,
         memory_kind=memory_kind(sharding),
     )
-    if is_abstract(sharding):
-        return struct
     return struct.update(sharding=abstract)

@@ -204,7 +204,7 @@ class Content:
         """The plan of each array, by the array's path."""
         return {leaf.path: leaf for leaf in self.leaves}
 
-    @property
+    @ft.cached_property
     def any_mesh(self) -> Mesh | AbstractMesh:
         """The jax Mesh if the plan has devices, else an AbstractMesh."""
         if self.jax_mesh is None:
