@@ -426,6 +426,9 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     if not TYPE_CHECKING:
+        # Equinox's own makes a tree of each method, which no method of a mesh needs. It
+        # takes 10 us for a method.
+        __getattribute__ = object.__getattribute__
         __getitem__ = refused(
             "spec[{}]",
             "`spec.shape[{}]` for the size of an axis, and `spec.axis_names` for the names",
