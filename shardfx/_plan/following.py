@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.misuse import called
@@ -468,11 +468,12 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
     shape = tuple(leaf.shape)
     source, choices = _source(path, shape, plan)
     specs = [] if source is None else [spec_at(source, dims) for dims in choices]
-    is_propagated = isinstance(leaf.sharding, NamedSharding) and entries_of(
-        canonical(leaf.sharding.spec)
-    )
+    propagated_spec = PartitionSpec()
+    if isinstance(leaf.sharding, NamedSharding):
+        propagated_spec = canonical(leaf.sharding.spec)
+    is_propagated = bool(entries_of(propagated_spec))
     if is_propagated:
-        spec = canonical(leaf.sharding.spec)
+        spec = propagated_spec
         rule = "the sharding that `init` gives it"
     elif source is not None:
         spec = specs[0]
