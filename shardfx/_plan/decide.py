@@ -57,6 +57,7 @@ def row_of(
         memory_kind=memory_kind,
         units=units,
         strategies=tuple(strategies),
+        stacked=request.stacked,
     )
 
 

@@ -237,13 +237,13 @@ def _planned(
     """
     rows = []
     index = []
-    for leaf, path, is_array in zip(
-        flat.leaves, flat.paths, flat.is_array, strict=True
+    for leaf, path, is_array, stacked in zip(
+        flat.leaves, flat.paths, flat.is_array, flat.stacked, strict=True
     ):
         if is_array:
             memory_kind = memory_kind_at(kinds, kinds.first(path))
             index.append(len(rows))
-            rows.append(follower.row(path, leaf, memory_kind))
+            rows.append(follower.row(path, leaf, memory_kind, stacked))
         elif isinstance(leaf, Number) or is_number(leaf):
             index.append(NUMBER)
         else:
@@ -327,9 +327,16 @@ class _Follower:
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
 
-    def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
+    def row(
+        self,
+        path: str,
+        leaf: Any,
+        memory_kind: str | None,
+        stacked: int,
+    ) -> Row:
         """Returns the plan of the array `leaf`, a struct at `path` in the result of
-        `init`, in the memory `memory_kind`; `None` for the device's default.
+        `init`, in the memory `memory_kind`; `None` for the device's default. The first
+        `stacked` dimensions index stacked layers.
 
         An error of its rule is added to `errors`, and the array is replicated. Under a
         strict plan, the plan without the axes of `over` is added to `strict`.
@@ -343,7 +350,7 @@ class _Follower:
             memory_kind=memory_kind,
         )
         try:
-            request = self.request(path, leaf)
+            request = self.request(path, leaf, stacked)._replace(stacked=stacked)
             # Axes of `over` may be dropped also under `strict`: it checks the rest.
             if self.plan.strict and math.prod(shape) > 1:
                 self.strict.append((path, row_for(request=request)))
@@ -360,11 +367,11 @@ class _Follower:
             self.errors.append((path, error))
             return row_for(request=NOTHING)
 
-    def request(self, path: str, leaf: Any) -> Request:
+    def request(self, path: str, leaf: Any, stacked: int) -> Request:
         """Returns the sharding that is requested for the array `leaf` at `path`: as an
         adapter or scale of its base, by the sharding that JAX propagated or the planned
-        array that it follows, or by a path rule. Otherwise it is replicated, with a
-        reason.
+        array that it follows, or by a path rule, which shards none of the first
+        `stacked` dimensions by a strategy. Otherwise it is replicated, with a reason.
 
         Arrays that follow no planned array are added to `paths_of_others`. Raises
         `RuleError` and `SpecError` for rules that cannot be applied.
@@ -396,6 +403,7 @@ class _Follower:
                 rule=rule,
                 axes=self.axes,
                 mode=self.plan.mode,
+                stacked=stacked,
             )
         if math.prod(shape) <= 1:
             return NOTHING._replace(reasons=(nothing_to_shard(shape),))

@@ -47,6 +47,8 @@ class LeafPlan:
       width); `None` if all are 1.
     - `strategies`: the strategies, such as `fsdp(...)`, that added mesh axes after the
       rule's spec.
+    - `stacked`: the number of leading dimensions that `field(stacked=...)` declares as
+      stacked layers. No strategy shards them.
     - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
 
@@ -63,6 +65,7 @@ class LeafPlan:
     memory_kind: str | None
     units: tuple[int, ...] | None
     strategies: tuple[Any, ...]
+    stacked: int
     bytes: int
     bytes_per_device: int
 
@@ -96,7 +99,7 @@ class Row(NamedTuple):
     path and the bytes.
 
     `rule` is the rule that matched, as text; `requested` is the spec that it requests,
-    and `spec` the corrected one.
+    and `spec` the corrected one. The first `stacked` dimensions index stacked layers.
     """
 
     shape: tuple[int, ...]
@@ -109,6 +112,7 @@ class Row(NamedTuple):
     memory_kind: str | None
     units: Units | None
     strategies: tuple[Any, ...]
+    stacked: int
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Returns the bytes of the whole array and of one shard, on a mesh with these

@@ -473,14 +473,19 @@ _ROW = {
         decode=ft.partial(_decode_all, decode_strategy),
         encode=ft.partial(_encode_all, encode_strategy),
     ),
+    "stacked": _Field(int, "a number of dimensions", decode=int),
 }
+# Fields that are left out where they have this value, so that the text and digest of
+# older plans stay the same.
+_LEFT_OUT = {"stacked": 0}
 
 
 def encode_row(row: Row) -> dict[str, Any]:
     """The plan of an array as a JSON object, field by field."""
     encoded = {}
     for (name, field), value in zip(_ROW.items(), row, strict=True):
-        encoded[name] = field.encode(value)
+        if name not in _LEFT_OUT or value != _LEFT_OUT[name]:
+            encoded[name] = field.encode(value)
     return encoded
 
 
@@ -492,6 +497,7 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
     and how they are decoded.
     """
     _require(f"row {number}", data, dict, "an object")
+    data = {**_LEFT_OUT, **data}
     if missing := [name for name in _ROW if name not in data]:
         raise PlanFormatError(f"row {number} has no `{missing[0]}`.")
     for name, field in _ROW.items():
@@ -505,6 +511,10 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
         raise PlanFormatError(
             f"row {number}: shape {row.shape} needs one name for each dimension, not"
             f" {row.names!r:.60}."
+        )
+    if row.stacked > len(row.shape):
+        raise PlanFormatError(
+            f"row {number}: shape {row.shape} has no {row.stacked} stacked dimensions."
         )
     if row.requested != row.spec:
         # Raises an error if the requested spec has another rank or an invalid entry.

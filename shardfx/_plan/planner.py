@@ -397,6 +397,7 @@ class _SharedRequest:
             memory_kind=memory_kind,
             units=request.units,
             strategies=(),
+            stacked=request.stacked,
         )
 
 
@@ -446,6 +447,7 @@ class _Planner:
             request = self.request(
                 path=path, leaf=leaf, names=names, rule=rule, stacked=stacked
             )
+            request = request._replace(stacked=stacked)
             row = row_of(
                 request=request,
                 shape=shape,

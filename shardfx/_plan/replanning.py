@@ -80,6 +80,7 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
         units=row.units,
         strategies=row.strategies,
         reasons=reasons,
+        stacked=row.stacked,
     )
     changed = request._replace(**changes)
     return row_of(

@@ -36,7 +36,8 @@ class Request(NamedTuple):
 
     `names` is `None` if no logical names request it. `strategies` add axes to `spec`
     once it is corrected. `rule` says in a plan where the request comes from, such as
-    `paths[0]`. `reasons` say why names got no mesh axis.
+    `paths[0]`. `reasons` say why names got no mesh axis. The first `stacked` dimensions
+    index stacked layers.
     """
 
     names: tuple[Any, ...] | None = None
@@ -45,6 +46,7 @@ class Request(NamedTuple):
     units: Units | None = None
     strategies: tuple[Strategy, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    stacked: int = 0
 
 
 # The request of an array that neither a rule nor names shard.

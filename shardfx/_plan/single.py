@@ -346,7 +346,9 @@ def _row_by_hand(content: Content, path: str, row: Row, target: object) -> Row:
         rule=_BY_HAND,
         axes=content.axes,
         mode=content.mode,
+        stacked=row.stacked,
     )
+    request = request._replace(stacked=row.stacked)
     # Units stay indivisible under another spec.
     if request.units is None and request.names is None:
         request = request._replace(units=row.units)

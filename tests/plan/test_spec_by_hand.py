@@ -1,3 +1,6 @@
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, plan
 from shardfx.errors import (
+    PlanFormatError,
     PlanMismatchError,
     SpecError,
 )
@@ -139,6 +143,65 @@ def test_a_replaced_spec_cuts_no_unit():
     replaced = sharding_plan.replace("k", P("data"))["k"]
     assert replaced.spec == P()
     assert replaced.reasons
+
+
+class Stack(eqx.Module):
+    """Eight layers, stacked, as `jax.vmap` makes them."""
+
+    w: Any = sfx.field(stacked=("layers",))
+
+
+# Targets after which an array has no strategy that would skip the stacked dimension.
+WITHOUT_STRATEGY = {
+    "a spec": P(None, "tensor"),
+    "replicate": sfx.replicate,
+    "names": ("layers", "mlp", None),
+}
+
+
+@pytest.mark.parametrize("target", WITHOUT_STRATEGY.values(), ids=WITHOUT_STRATEGY)
+def test_a_strategy_by_hand_shards_no_stacked_layers(target):
+    tree = Stack(jax.ShapeDtypeStruct((8, 4, 3), "float32"))
+    axes = AxisRules([("layers", None), ("mlp", "tensor")])
+    stacked_plan = plan(tree, MESH, paths=PathRules([("w", target)]), axes=axes)
+    planned = ShardPlan.from_json(stacked_plan.to_json()).replan(MESH)
+    by_hand = planned.replace("w", sfx.fsdp("data"))["w"]
+    assert by_hand.stacked == 1
+    assert by_hand.spec == P(None, "data")
+    again = planned.replace("w", P()).replace("w", sfx.fsdp("data"))
+    assert again["w"].spec == P(None, "data")
+
+
+def test_names_in_a_module_keep_the_stacked_layers_whole():
+    class Named(eqx.Module):
+        layers: Any = sfx.field(names=("mlp", None), stacked=("layers",))
+
+    tree = Named(jax.ShapeDtypeStruct((8, 4, 3), "float32"))
+    axes = AxisRules([("layers", None), ("mlp", "tensor")])
+    by_hand = plan(tree, MESH, axes=axes).replace("layers", sfx.fsdp("data"))
+    assert by_hand["layers"].spec == P(None, "data")
+
+
+def test_a_followed_array_keeps_its_stacked_layers_whole():
+    tree = Stack(jax.ShapeDtypeStruct((8, 4, 3), "float32"))
+    stacked_plan = plan(tree, MESH, paths=PathRules([("w", P())]))
+    followed = sfx.follow(lambda tree: {"mu": tree}, stacked_plan)
+    by_hand = followed.replace("mu/w", sfx.fsdp("data"))
+    assert by_hand["mu/w"].spec == P(None, "data")
+    rules = PathRules([("w", sfx.fsdp("data"))])
+    others = Stack(jnp.ones((8, 4, 5)))
+    by_rule = sfx.follow(lambda tree: {"cache": others}, stacked_plan, paths=rules)
+    assert by_rule["cache/w"].spec == P(None, "data")
+
+
+def test_a_number_of_stacked_dimensions_in_json_is_checked():
+    tree = Stack(jax.ShapeDtypeStruct((8, 4, 3), "float32"))
+    text = plan(tree, MESH, paths=PathRules([("w", P())])).to_json()
+    assert '"stacked":1' in text
+    for number in ("4", "-1", "true", '"1"'):
+        damaged = text.replace('"stacked":1', f'"stacked":{number}')
+        with pytest.raises(PlanFormatError, match="stacked"):
+            ShardPlan.from_json(damaged)
 
 
 # --- meshes that mix Auto and Explicit axes, or turn them around
