@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -79,6 +80,16 @@ class EquinoxJitted(Protocol):
 
 
 @runtime_checkable
+class _BoundMethod(Protocol):
+    """A method of an object, or of an Equinox module: the function `__func__`, which is
+    called with the object `__self__` first.
+    """
+
+    __func__: Any
+    __self__: Any
+
+
+@runtime_checkable
 class NamedTrace(Protocol):
     """The traced step that `trace` of a function from `shardfx.filter_jit` returns.
     `traced_call` has that function and its arguments as `function`, `args` and `kwargs`,
@@ -105,8 +116,8 @@ def step_of(
     **Arguments:**
 
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
-      `filter_jit`, with its shardings and donation; or the result of its `.trace`,
-      without `args`.
+      `filter_jit`, with its shardings and donation, or a partial function of one; or
+      the result of its `.trace`, without `args`.
     - `args`: arrays or structs in any trees. Leaves that are not arrays become
       constants of the program.
     - `mesh`: the mesh of the step. It has the number of slices along each axis, which
@@ -129,6 +140,7 @@ def step_of(
                 "`step` is traced already; pass it alone, without arguments."
             )
         return _step_of_traced(step, (), mesh)
+    step = _as_partial(step)
     function: Any = step
     if not callable(step):
         raise of_argument(
@@ -159,7 +171,13 @@ def step_of(
             return _step_of_traced(traced, tuple(args), mesh)
     # Those of a partial function.
     function = without_compiler_options(function)
-    return _step_of_function(function, args, mesh, compiler_options=options)
+    return _step_of_function(
+        function,
+        args,
+        mesh,
+        donates_inside=is_jitted(step),
+        compiler_options=options,
+    )
 
 
 def _raise_at_plans(args: Sequence[object]) -> None:
@@ -198,12 +216,26 @@ def compiler_options_of(step: object) -> dict[str, Any]:
     return dict(info.compiler_options_kvs)
 
 
-def _without_arguments(step: Any) -> Any:
-    """The function that a partial function calls: a `functools.partial`, or an
-    `equinox.Partial`, as methods of `equinox.filter_jit` are. Any other step itself.
+def _as_partial(step: Any) -> Any:
+    """A method of an object that is jitted, as the partial function of the jitted
+    function with the object. Any other step itself.
     """
+    if not isinstance(step, _BoundMethod):
+        return step
+    function = step.__func__
+    if not isinstance(function, JaxJitted | EquinoxJitted):
+        return step
+    return ft.partial(function, step.__self__)
+
+
+def _without_arguments(step: Any) -> Any:
+    """The function that a partial function calls: a `functools.partial`, an
+    `equinox.Partial`, as methods of `equinox.filter_jit` are, or a method that
+    `jax.jit` jits. Any other step itself.
+    """
+    step = _as_partial(step)
     while isinstance(step, ft.partial | eqx.Partial):
-        step = step.func
+        step = _as_partial(step.func)
     return step
 
 
@@ -211,6 +243,7 @@ def with_copied_arrays(step: Any) -> Any:
     """The step, where a partial function has copies of the arrays with which it calls
     a function, so that none of them is donated. Any other step is returned unchanged.
     """
+    step = _as_partial(step)
     if not isinstance(step, ft.partial | eqx.Partial):
         return step
     arrays, others = eqx.partition((step.args, step.keywords), eqx.is_array)
@@ -233,6 +266,7 @@ def without_compiler_options(step: Any) -> Any:
     """
     if not compiler_options_of(step):
         return step
+    step = _as_partial(step)
     if isinstance(step, ft.partial | eqx.Partial):
         function = without_compiler_options(step.func)
         return type(step)(function, *step.args, **step.keywords)
@@ -370,11 +404,14 @@ def _step_of_function(
     mesh: Any,
     *,
     donated_first_and_rest: tuple[bool, bool] = (False, False),
+    donates_inside: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Traces `fn`. Leaves that are not arrays become constants of the program, as in
     `equinox.filter_jit`. `donated_first_and_rest` says whether the first argument is
-    donated, and whether the others are. `compiler_options` are those of the step.
+    donated, and whether the others are. With `donates_inside` an array is donated if a
+    jitted function that `fn` calls with it donates it. `compiler_options` are those of
+    the step.
     """
     flats = [flatten(arg) for arg in args]
     names = argument_names(fn, len(args))
@@ -412,18 +449,38 @@ def _step_of_function(
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    jitted = jax.jit(
+    jitted = ft.partial(
+        jax.jit,
         run,
         keep_unused=True,
-        donate_argnums=tuple(donated_positions),
         compiler_options=dict(compiler_options) if compiler_options else None,
     )
+    traced = jitted(donate_argnums=tuple(donated_positions)).trace(*arrays)
+    if donates_inside and (positions := _donated_inside(traced.jaxpr)):
+        # JAX does not trace the inner function again.
+        traced = jitted(donate_argnums=positions).trace(*arrays)
     return Step(
-        traced=jitted.trace(*arrays),
+        traced=traced,
         args=tuple(args),
         paths=paths,
         given_mesh=mesh,
     )
+
+
+def _donated_inside(jaxpr: Any) -> tuple[int, ...]:
+    """The positions of the arguments of `jaxpr` that a jitted function in it donates."""
+    inner = opened(jaxpr)[0]
+    # Variables compare by identity. A number that is donated is no variable.
+    donated: list[Any] = []
+    for equation in inner.eqns:
+        is_donated = equation.params.get("donated_invars", ())
+        donated += itertools.compress(equation.invars, is_donated)
+    donated_ids = set(map(id, donated))
+    positions = []
+    for position, variable in enumerate(inner.invars):
+        if id(variable) in donated_ids:
+            positions.append(position)
+    return tuple(positions)
 
 
 def _raise_if_one_tuple(fn: Callable[..., object], args: Sequence[object]) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -337,6 +338,57 @@ def test_a_compiled_step_says_it_exactly(donate):
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert guess.bytes_of("results") == pytest.approx(results, abs=200)
     assert guess.peak_bytes == pytest.approx(fitted.peak_bytes, rel=0.25)
+
+
+def scaled_update(scale, params, batch):
+    """Parameters that a step returns with the same shape."""
+    return params * scale + batch.T @ batch
+
+
+class Trainer(eqx.Module):
+    """A module whose methods are jitted."""
+
+    scale: jax.Array
+
+    @ft.partial(filter_jit, donate="params")
+    def by_shardfx(self, params, batch):
+        return scaled_update(self.scale, params, batch)
+
+    @eqx.filter_jit(donate="all")
+    def by_equinox(self, params, batch):
+        return scaled_update(self.scale, params, batch)
+
+    @ft.partial(jax.jit, donate_argnums=1)
+    def by_jax(self, params, batch):
+        return scaled_update(self.scale, params, batch)
+
+
+SCALE = jnp.float32(2)
+TRAINER = Trainer(SCALE)
+BY_SHARDFX = filter_jit(scaled_update, donate="params")
+PARTIAL_STEPS = {
+    "shardfx": ft.partial(BY_SHARDFX, SCALE),
+    "a number": ft.partial(BY_SHARDFX, 2.0),
+    "equinox": ft.partial(eqx.filter_jit(scaled_update, donate="all"), SCALE),
+    "equinox.Partial": eqx.Partial(BY_SHARDFX, SCALE),
+    "jax": ft.partial(jax.jit(scaled_update, donate_argnums=(0, 1)), 2.0),
+    "two partials": ft.partial(ft.partial(BY_SHARDFX), SCALE),
+    "a method by shardfx": TRAINER.by_shardfx,
+    "a method by equinox": TRAINER.by_equinox,
+    "a method by jax": TRAINER.by_jax,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("kind", PARTIAL_STEPS)
+def test_a_partial_step_donates_what_it_was_jitted_to(kind):
+    params = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    batch = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    whole = jax.jit(ft.partial(scaled_update, 2.0), donate_argnums=0)
+    expected = fit(whole, params, batch, chip="h100")
+    fitted = fit(PARTIAL_STEPS[kind], params, batch, chip="h100")
+    assert fitted.bytes_of("results") == expected.bytes_of("results") == 0
+    assert fitted.peak_bytes == pytest.approx(expected.peak_bytes, abs=8)
 
 
 def by_words(fitted, words):
