@@ -225,7 +225,7 @@ def _as_partial(step: Any) -> Any:
     function = step.__func__
     if not isinstance(function, JaxJitted | EquinoxJitted):
         return step
-    return ft.partial(function, step.__self__)
+    return ft.partial(step.__func__, step.__self__)
 
 
 def _without_arguments(step: Any) -> Any:
