@@ -182,45 +182,85 @@ def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
     stacked layers.
     """
     try:
-        return _remembered(treedef)
+        tree = _remembered(treedef)
+        if tree.text is not None and tree.text != (text := str(treedef)):
+            tree = _remembered_with_text(treedef, text)
+        return tree.columns
     except ValueError:
         # Treedefs cannot be compared if a static field of a module is a NumPy array,
         # for example.
-        return _walked(treedef)
+        return _as_tuples(_walked(treedef, None).columns)
 
 
-def _walked(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    """The columns of `_columns_of`, made without its cache."""
+class _Walked(NamedTuple):
+    """The columns of a tree, and whether all trees with an equal treedef have the same.
+
+    They have if all keys of dicts are texts. The keys 1, True and 1.0 are equal, and
+    their texts differ.
+    """
+
+    columns: _Columns
+    is_told_by_treedef: bool
+
+
+# The trees that were walked before; `None` where treedefs cannot be compared.
+_Seen: TypeAlias = dict[TreeDef, _Walked] | None
+
+
+def _walked(treedef: TreeDef, seen: _Seen, slash: str = "") -> _Walked:
+    """The columns of a tree. `seen` and `slash` are those of `_append`."""
     columns = _Columns(
         paths=[],
         templates=[],
         names=[],
         stacked=[],
     )
-    _append(treedef=treedef, prefix="", template="", out=columns, seen={}, slash="")
+    is_told_by_treedef = _append(
+        treedef=treedef, prefix="", template="", out=columns, seen=seen, slash=slash
+    )
+    return _Walked(columns, is_told_by_treedef)
+
+
+class _Remembered(NamedTuple):
+    """The four columns of a tree. `text` is that of its treedef, which shows the types
+    of keys; `None` if all trees with an equal treedef have the same columns.
+    """
+
+    columns: tuple[Any, Any, Any, Any]
+    text: str | None
+
+
+@ft.lru_cache(maxsize=8)
+def _remembered(treedef: TreeDef) -> _Remembered:
+    """The columns of a tree, walked once for equal treedefs."""
+    columns, is_told_by_treedef = _walked(treedef, {})
+    text = None
+    if not is_told_by_treedef:
+        text = str(treedef)
+    return _Remembered(_as_tuples(columns), text)
+
+
+@ft.lru_cache(maxsize=8)
+def _remembered_with_text(treedef: TreeDef, text: str) -> _Remembered:
+    """The columns of a tree, walked once for equal treedefs with the same text."""
+    return _Remembered(_as_tuples(_walked(treedef, {}).columns), text)
+
+
+def _as_tuples(columns: _Columns) -> tuple[Any, Any, Any, Any]:
     paths, templates, names, stacked = map(tuple, columns)
     return paths, templates, names, stacked
 
 
-_remembered = ft.lru_cache(maxsize=8)(_walked)
-
-
-def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
+def _walked_below(treedef: TreeDef, seen: _Seen) -> _Walked:
     """The columns of a subtree, from `seen` if they are there. Each path begins with
     "/".
     """
-    columns = seen.get(treedef)
-    if columns is None:
-        columns = seen[treedef] = _Columns(
-            paths=[],
-            templates=[],
-            names=[],
-            stacked=[],
-        )
-        _append(
-            treedef=treedef, prefix="", template="", out=columns, seen=seen, slash="/"
-        )
-    return columns
+    if seen is not None and treedef in seen:
+        return seen[treedef]
+    walked = _walked(treedef, seen, "/")
+    if seen is not None and walked.is_told_by_treedef:
+        seen[treedef] = walked
+    return walked
 
 
 def _append(
@@ -228,14 +268,15 @@ def _append(
     prefix: str,
     template: str,
     out: _Columns,
-    seen: dict[TreeDef, _Columns],
+    seen: _Seen,
     slash: str,
-) -> None:
-    """Appends the columns of the leaves below `treedef` to `out`.
+) -> bool:
+    """Appends the columns of the leaves below `treedef` to `out`. Returns whether all
+    trees with an equal treedef have the same columns.
 
     `prefix` is the path of `treedef`, and `template` is this path with every digit
     replaced by 0. `slash` follows both: it is "/", or "" at the root of a tree. `seen`
-    has the columns of the subtrees that occurred before.
+    has the columns of the subtrees that occurred before; `None` if no two are compared.
     """
     # The type of the node, with its static data.
     data = treedef.node_data()
@@ -245,7 +286,7 @@ def _append(
         out.templates.append(template)
         out.names.append(None)
         out.stacked.append(0)
-        return
+        return True
     declared = _declared(data[0])
     children = treedef.children()
     # A subtree that occurs once is walked with its full prefix, so that each of its
@@ -254,11 +295,14 @@ def _append(
     # step: it is done once per child.
     number_by_subtree: dict[TreeDef, int] = {}
     subtree_numbers: list[int] = []
-    for child in children:
-        number = number_by_subtree.setdefault(child, len(number_by_subtree))
-        subtree_numbers.append(number)
+    if seen is None:
+        subtree_numbers += range(len(children))
+    else:
+        for child in children:
+            number = number_by_subtree.setdefault(child, len(number_by_subtree))
+            subtree_numbers.append(number)
     occurrences = collections.Counter(subtree_numbers)
-    keys = _keys(treedef, data, len(children))
+    keys, is_told_by_treedef = _keys(treedef, data, len(children))
     # The two dicts have the numbers of subtrees as keys.
     columns_by_subtree: dict[int, _Columns] = {}
     templates_by_prefix: dict[tuple[str, int], list[str]] = {}
@@ -268,7 +312,7 @@ def _append(
         child_path = prefix + slash + key
         child_template = template + slash + key.translate(_ZEROS)
         if occurrences[subtree_number] == 1 and key not in declared:
-            _append(
+            is_told_by_treedef &= _append(
                 treedef=child,
                 prefix=child_path,
                 template=child_template,
@@ -279,7 +323,14 @@ def _append(
             continue
         child_columns = columns_by_subtree.get(subtree_number)
         if child_columns is None:
-            child_columns = columns_by_subtree[subtree_number] = _columns(child, seen)
+            walked = _walked_below(child, seen)
+            child_columns = walked.columns
+            if walked.is_told_by_treedef:
+                columns_by_subtree[subtree_number] = child_columns
+            else:
+                # Equal subtrees may have other paths: each of them is walked.
+                subtree_number = -1 - len(out.paths)
+                is_told_by_treedef = False
         out.paths.extend(map(child_path.__add__, child_columns.paths))
         # All paths that differ only in digits have one template string, which Python
         # hashes once.
@@ -296,6 +347,7 @@ def _append(
             out.names.extend(_declared_names(declaration, child_columns.names))
             _, stacked_names = declaration
             out.stacked.extend(map(len(stacked_names).__add__, child_columns.stacked))
+    return is_told_by_treedef
 
 
 def _declared_names(
@@ -339,24 +391,47 @@ def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return declared
 
 
-def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
-    """The keys of the `count` children of a node, each as one segment of a path.
+def _keys(
+    treedef: TreeDef,
+    data: tuple[type, Any],
+    count: int,
+) -> tuple[list[str], bool]:
+    """The keys of the `count` children of a node, each as one segment of a path, and
+    whether equal keys have the same texts: those of dicts that are texts have.
 
     `data` is the type of the node with its static data, which JAX keeps to make the
     node again: for a dict its keys in order, for a State the markers of its entries.
     """
     node_type, static_data = data
     if node_type is dict:
-        return list(map(str, static_data))
+        keys = list(map(_key_text, static_data))
+        return keys, all(isinstance(key, str) for key in static_data)
     if node_type is list or node_type is tuple:
-        return list(map(str, range(count)))
+        return list(map(str, range(count))), True
     if node_type is eqx.nn.State:
-        return list(map(_state_key, static_data, range(count)))
+        return list(map(_state_key, static_data, range(count))), True
     # Only an instance knows the keys of its children. JAX demands that unflattening
     # accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return [jtu.keystr(path, simple=True) for path, _ in keyed]
+    keys = []
+    have_texts_alone = True
+    for (entry, *_), _ in keyed:
+        if isinstance(entry, jtu.DictKey):
+            keys.append(_key_text(entry.key))
+            have_texts_alone &= isinstance(entry.key, str)
+        else:
+            keys.append(jtu.keystr((entry,), simple=True))
+    return keys, have_texts_alone
+
+
+def _key_text(key: object) -> str:
+    """A key of a dict as one segment of a path. A text is itself, also a member of an
+    enumeration that is a text, since it is equal to this text.
+    """
+    if isinstance(key, str):
+        return str.__str__(key)
+    return str(key)
 
 
 def _state_key(marker: object, index: int) -> str:

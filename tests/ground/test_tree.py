@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from shardfx._ground.tree import flatten
@@ -79,6 +80,36 @@ def test_a_structure_that_comes_again_has_its_own_keys():
     assert paths == flat.paths == ("a/0", "a/1", "b")
 
 
+class Shown(str):
+    """A text that `str` shows as another, as members of enumerations may be."""
+
+    def __str__(self):
+        return f"shown {self!r}"
+
+
+EQUAL_KEYS = {
+    "numbers": [1, True, 1.0, 1 + 0j],
+    "texts": ["red", Shown("red")],
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL_KEYS)
+@pytest.mark.parametrize("node", [dict, collections.OrderedDict])
+def test_equal_keys_of_other_types_have_their_own_paths(kind, node):
+    keys = EQUAL_KEYS[kind]
+    texts = ["1", "True", "1.0", "(1+0j)"]
+    if kind == "texts":
+        texts = ["red", "red"]
+    for key, text in [*zip(keys, texts, strict=True)] * 2:
+        flat = flatten({"layers": node([(key, [0, 1])])})
+        assert flat.paths == (f"layers/{text}/0", f"layers/{text}/1")
+    both = flatten([node([(key, [0])]) for key in [*keys, *keys]])
+    expected = [f"{number}/{text}/0" for number, text in enumerate([*texts, *texts])]
+    assert list(both.paths) == expected
+    zeros = str.maketrans("123456789", "000000000")
+    assert list(both.templates) == [path.translate(zeros) for path in expected]
+
+
 @ft.partial(jtu.register_dataclass, data_fields=["weight"], meta_fields=["table"])
 @dataclasses.dataclass
 class Tabled:
@@ -91,6 +122,9 @@ def test_static_fields_that_cannot_be_compared_are_no_hindrance():
         tree = Tabled(jnp.ones(2), np.arange(size))
         paths = flatten(tree).paths
         assert paths == ("weight",)
+        several = {"a": [tree, Tabled(jnp.ones(2), np.arange(size))], "b": 1}
+        paths = flatten(several).paths
+        assert paths == ("a/0/weight", "a/1/weight", "b")
 
 
 def test_only_arrays_are_arrays():
