@@ -31,6 +31,7 @@ from ._index import (
 )
 from ._kinds import recognised_files
 from ._left_over import DATA_NAME
+from ._metadata import NUMBERS_KEY
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
 from ._parts import FILES_KEY, SET_INDEX, joined
@@ -407,6 +408,14 @@ def _index_of_headers(
     """The index of safetensors files with these headers."""
     metadata: dict[str, str] = {}
     for header in headers:
+        numbers = header.metadata.get(NUMBERS_KEY)
+        if numbers is not None and metadata.get(NUMBERS_KEY, numbers) != numbers:
+            raise CheckpointError(
+                f"two files of checkpoint {place.directory!r} have other Python numbers"
+                f" of the tree, such as its step, in `{NUMBERS_KEY}`: one of them is"
+                " damaged, or of another save. Copy the whole checkpoint again, or load"
+                " another one."
+            )
         metadata |= header.metadata
     return Index(
         format="safetensors",

@@ -132,6 +132,8 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     for path, leaf, is_array, row in rows:
         if row < 0 and (not is_array or row == LEFT_OUT):
             if is_number(leaf):
+                if path in numbers:
+                    raise _two_leaves_at(path)
                 numbers[path] = leaf
             elif row != LEFT_OUT and not is_definition(leaf):
                 others[path] = leaf
@@ -157,6 +159,9 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     for path, _ in arrays:
         if not path.isascii() or path == safetensors.METADATA:
             _check_path(path)
+    for path in numbers:
+        if not path.isascii():
+            _check_characters(path)
     _raise_for_equal_paths(arrays, numbers)
     return Leaves(arrays=arrays, dtype_names=dtype_names, numbers=numbers)
 
@@ -170,10 +175,15 @@ def _raise_for_equal_paths(
         return
     for path, _ in leaves:
         if path in numbers:
-            raise CheckpointError(
-                f"two leaves have the path `{printable(path)}`; a checkpoint needs one"
-                " name for each array."
-            )
+            raise _two_leaves_at(path)
+
+
+def _two_leaves_at(path: str) -> CheckpointError:
+    """The error for two leaves with one path."""
+    return CheckpointError(
+        f"two leaves have the path `{printable(path)}`; a checkpoint needs one name for"
+        " each array and number."
+    )
 
 
 def _check_path(path: str) -> None:
@@ -186,6 +196,11 @@ def _check_path(path: str) -> None:
             " a file under this name, and nothing could read the file. Rename it, or"
             " put it into a dict."
         )
+    _check_characters(path)
+
+
+def _check_characters(path: str) -> None:
+    """Raises `CheckpointError` for a path that has no UTF-8."""
     if path.encode("utf-8", "ignore").decode() != path:
         raise CheckpointError(
             f"leaf `{printable(path)}`: its path holds half of a character, which no"

@@ -5,6 +5,7 @@ as Orbax writes it. A number is exactly the checkpoint's, or an error that names
 sides.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from .._ground.errors import CheckpointError
 from .._ground.keys import is_key
 from .._ground.text import printable, quoted
 from .._plan import OtherLeaf, Target
-from . import _stores as stores
+from . import _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
 from ._index import Index
-from ._metadata import from_metadata
+from ._metadata import NUMBERS_KEY, from_metadata
 from ._opening import open_files
 from ._parts import files_of
 from ._reader import reads_of, spans_of
@@ -62,9 +63,12 @@ class Numbers(NamedTuple):
 def saved_numbers(index: Index) -> dict[str, Any] | None:
     """The Python numbers of a checkpoint by path; `None` if `save` did not write it.
 
-    Raises `CheckpointError` if a path names a number and an array.
+    Raises `CheckpointError` if a path names a number and an array, and if `save` wrote
+    the checkpoint and its numbers are not there.
     """
     numbers = from_metadata(index.metadata, index.directory)
+    if numbers is None:
+        _raise_if_numbers_are_lost(index)
     both = []
     for path in numbers or ():
         if path in index.by_path:
@@ -76,6 +80,24 @@ def saved_numbers(index: Index) -> dict[str, Any] | None:
             " forged."
         )
     return numbers
+
+
+def _raise_if_numbers_are_lost(index: Index) -> None:
+    """Raises `CheckpointError` for metadata without the key of numbers, where a similar
+    key is in its place, or where the plan shows that `save` wrote the checkpoint.
+    """
+    keys = list(index.metadata)
+    similar_keys = difflib.get_close_matches(NUMBERS_KEY, keys, n=1, cutoff=0.8)
+    if not similar_keys and safetensors.PLAN_KEY not in index.metadata:
+        return
+    instead = ""
+    if similar_keys:
+        instead = f", but {quoted(similar_keys[0])}"
+    raise CheckpointError(
+        f"the metadata of checkpoint {index.directory!r} has no `{NUMBERS_KEY}`{instead}:"
+        " it holds the Python numbers of a tree, such as its step, and `save` writes it"
+        " always. The file is damaged; load another checkpoint."
+    )
 
 
 def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from _stores import orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import shardfx
@@ -250,6 +251,62 @@ def test_numbers_that_are_none(tmp_path, mesh, text):
         checkpoint.load(
             tmp_path / "x.safetensors", planned({"w": jnp.ones(8)}, mesh)[1]
         )
+
+
+DAMAGED_KEYS = {
+    "another letter": "shardfx.nunbers",
+    "a lost letter": "shardfx.number",
+    "another beginning": "Xhardfx.numbers",
+    "control characters": "shardfx.\0\0mbers",
+    "all of it": "?",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_KEYS)
+def test_a_damaged_key_of_numbers_is_said(tmp_path, mesh, kind):
+    tree, plan = planned({"w": jnp.ones(8), "step": 7}, mesh)
+    path = tmp_path / "x.safetensors"
+    checkpoint.save(path, tree, plan)
+    with safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+    assert metadata["shardfx.numbers"] == '{"step":["int","7"]}'
+    metadata[DAMAGED_KEYS[kind]] = metadata.pop("shardfx.numbers")
+    if kind != "all of it":
+        del metadata["shardfx.plan"]
+    save_file({"w": np.ones(8, np.float32)}, path, metadata)
+    for target in (plan, tree):
+        with pytest.raises(CheckpointError, match=r"has no `shardfx.numbers`.*damaged"):
+            checkpoint.load(path, target)
+
+
+def test_files_with_other_numbers_are_of_other_saves(tmp_path, mesh):
+    arrays = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
+    files = {}
+    for name, step in (("a", 7), ("b", 8)):
+        files[name] = f"{name}.safetensors"
+        numbers = {"shardfx.numbers": f'{{"step":["int","{step}"]}}'}
+        save_file({name: arrays[name]}, tmp_path / files[name], numbers)
+    text = json.dumps({"metadata": {}, "weight_map": files})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="two files .* have other Python numbers"):
+        checkpoint.load(tmp_path, arrays | {"step": 0})
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        (
+            {"half \ud800": 7},
+            r"leaf `half \\ud800`: its path holds half of a character",
+        ),
+        ({"a": {"b": 1}, "a/b": 2}, "two leaves have the path `a/b`"),
+    ],
+)
+def test_numbers_that_could_not_be_read_are_not_saved(tmp_path, mesh, tree, message):
+    tree, plan = planned({"w": jnp.ones(8), **tree}, mesh)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.save(tmp_path / "x", tree, plan)
+    assert list(tmp_path.iterdir()) == []
 
 
 # What cannot be given back
