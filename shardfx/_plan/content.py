@@ -283,13 +283,14 @@ def read_json(text: str) -> Content:
         has_own_digest = data.get("digest", content.digest) == content.digest
     except PlanFormatError:
         raise
+    except RecursionError as error:
+        raise plan_json.too_deep() from error
     except (
         LookupError,
         TypeError,
         ValueError,
         AttributeError,
         ArithmeticError,
-        RecursionError,
     ) as error:
         raise PlanFormatError(
             f"the plan's JSON is invalid: {type(error).__name__}: {error}"

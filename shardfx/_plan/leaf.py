@@ -235,9 +235,14 @@ class PathTree:
     @ft.cached_property
     def encoded(self) -> object:
         """The structure as a JSON value, with the names of the modules' classes."""
-        if self.structure is None:
-            return _encode_structure(self.treedef, {})
-        return self.structure
+        if self.structure is not None:
+            return self.structure
+        try:
+            return _encode_structure(self.treedef, {}).value
+        except ValueError:
+            # Treedefs cannot be compared if a static field of a module is a NumPy
+            # array, for example.
+            return _encode_structure(self.treedef, None).value
 
     @property
     def indices(self) -> PyTree:
@@ -261,35 +266,58 @@ class PathTree:
         return jax.tree.unflatten(self.treedef, self.in_order(values))
 
 
-def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
+class _Encoded(NamedTuple):
+    """The JSON value of a treedef, and whether equal treedefs have the same: the keys 1
+    and True of dicts are equal, and have two.
+    """
+
+    value: object
+    is_told_by_treedef: bool
+
+
+_LEAF = _Encoded("leaf", True)
+_EMPTY = _Encoded(None, True)
+
+
+def _encode_structure(treedef: Any, seen: dict[object, _Encoded] | None) -> _Encoded:
     """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes
     by the name of their class. `seen` maps treedefs of subtrees to their JSON values,
-    so that equal subtrees share one value.
+    so that equal subtrees share one value; `None` if no two are compared.
     """
     # A node's class and its metadata, which are the keys of a dict; `None` for a leaf.
     data = treedef.node_data()
     if data is None:
         if treedef.num_leaves:
-            return "leaf"
-        return None
+            return _LEAF
+        return _EMPTY
     # Layers and experts repeat: equal subtrees share one value.
-    if treedef not in seen:
-        kind, metadata = data
-        children = [_encode_structure(child, seen) for child in treedef.children()]
-        if kind is dict:
-            keys = map(_encode_key, metadata)
-            members = [list(member) for member in zip(keys, children, strict=True)]
-            seen[treedef] = {"dict": members}
-        elif kind is list or kind is tuple:
-            seen[treedef] = {kind.__name__: children}
-        elif kind is type(None):
-            seen[treedef] = None
-        else:
-            seen[treedef] = {
-                "node": f"{kind.__module__}.{kind.__qualname__}",
-                "children": children,
-            }
-    return seen[treedef]
+    if seen is not None and treedef in seen:
+        return seen[treedef]
+
+    kind, metadata = data
+    is_told_by_treedef = True
+    children = []
+    for child in treedef.children():
+        encoded_child = _encode_structure(child, seen)
+        children.append(encoded_child.value)
+        is_told_by_treedef &= encoded_child.is_told_by_treedef
+    value: object = None
+    if kind is dict:
+        is_told_by_treedef &= all(isinstance(key, str) for key in metadata)
+        keys = map(_encode_key, metadata)
+        members = [list(member) for member in zip(keys, children, strict=True)]
+        value = {"dict": members}
+    elif kind is list or kind is tuple:
+        value = {kind.__name__: children}
+    elif kind is not type(None):
+        value = {
+            "node": f"{kind.__module__}.{kind.__qualname__}",
+            "children": children,
+        }
+    encoded = _Encoded(value, is_told_by_treedef)
+    if seen is not None and is_told_by_treedef:
+        seen[treedef] = encoded
+    return encoded
 
 
 def _encode_key(key: object) -> object:
@@ -335,10 +363,7 @@ class _StructureReader:
             return items
         if kind == "dict":
             named: dict[object, Any] = {}
-            keys = [_decode_key(encoded_key) for encoded_key, _ in parts]
-            # JAX sorts the keys, and cannot compare a text with a number.
-            if len({isinstance(key, str) for key in keys}) > 1:
-                keys = list(map(str, keys))
+            keys = _decode_keys([encoded_key for encoded_key, _ in parts])
             for key, (_, part) in zip(keys, parts, strict=True):
                 named[key] = self.tree(part, f"{prefix}{key}/")
             return named
@@ -413,6 +438,18 @@ def _common_key(paths: Sequence[str], prefix: str, is_leaf: bool) -> str:
             break
         common.append(column[0])
     return "/".join(common) or parts[0][0]
+
+
+def _decode_keys(encoded_keys: list[Any]) -> list[Any]:
+    """The keys of a dict that `_encode_key` encoded."""
+    types = set(map(type, encoded_keys))
+    if types == {str}:
+        return encoded_keys
+    keys = list(map(_decode_key, encoded_keys))
+    # JAX sorts the keys, and cannot compare a text with a number.
+    if len({isinstance(key, str) for key in keys}) > 1:
+        keys = list(map(str, keys))
+    return keys
 
 
 def _decode_key(key: Any) -> Any:

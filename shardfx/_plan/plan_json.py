@@ -8,7 +8,7 @@ below them convert meshes, specs, names, rules and dtypes.
 import functools as ft
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,22 @@ _LONGEST_PATH = 300
 
 
 def written(payload: dict[str, object]) -> str:
-    """The JSON text of a plan's fields, without spaces, in ASCII."""
-    return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
+    """The JSON text of a plan's fields, without spaces, in ASCII. Raises
+    `PlanFormatError` for a tree of too many levels.
+    """
+    try:
+        return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
+    except RecursionError as error:
+        raise too_deep() from error
+
+
+def too_deep() -> PlanFormatError:
+    """The error for a plan's JSON whose nesting exhausts the stack."""
+    return PlanFormatError(
+        "the plan's tree is nested too deeply for JSON: Python reads and writes about"
+        " 300 levels of dicts. Nest it less: put layers into one list or dict, and not"
+        " each into the one before."
+    )
 
 
 def _fits(value: Any, valid: Any) -> bool:
@@ -84,6 +98,13 @@ def _may_be_path(text: str | bytes) -> bool:
     return 0 < len(text) < _LONGEST_PATH
 
 
+def _refused(number: str) -> NoReturn:
+    """Raises `PlanFormatError` for a number that is none of a plan: they are whole."""
+    raise PlanFormatError(
+        f"the plan's JSON has {number:.60}, and its numbers are whole."
+    )
+
+
 def parsed(text: str) -> dict[str, Any]:
     """Parses the JSON text of a plan. Raises `PlanFormatError` if it is not JSON, not a
     plan, or of another version.
@@ -94,9 +115,7 @@ def parsed(text: str) -> dict[str, Any]:
             f" {type(text).__name__}."
         )
     try:
-        data = json.loads(text)
-        # Raises for NaN, and for a lone surrogate.
-        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        data = json.loads(text, parse_constant=_refused, parse_float=_refused)
     except json.JSONDecodeError as error:
         if error.pos == 0 and _may_be_path(text):
             raise PlanFormatError(
