@@ -293,14 +293,7 @@ def _append(
     # paths is built once. A repeated subtree, such as a layer or an expert, is walked
     # once, and its columns are copied under each prefix. Hashing a treedef is the slow
     # step: it is done once per child.
-    number_by_subtree: dict[TreeDef, int] = {}
-    subtree_numbers: list[int] = []
-    if seen is None:
-        subtree_numbers += range(len(children))
-    else:
-        for child in children:
-            number = number_by_subtree.setdefault(child, len(number_by_subtree))
-            subtree_numbers.append(number)
+    subtree_numbers = _subtree_numbers(children, seen)
     occurrences = collections.Counter(subtree_numbers)
     keys, is_told_by_treedef = _keys(treedef, data, len(children))
     # The two dicts have the numbers of subtrees as keys.
@@ -339,15 +332,40 @@ def _append(
             child_templates = list(map(child_template.__add__, child_columns.templates))
             templates_by_prefix[child_template, subtree_number] = child_templates
         out.templates.extend(child_templates)
-        declaration = declared.get(key)
-        if declaration is None:
-            out.names.extend(child_columns.names)
-            out.stacked.extend(child_columns.stacked)
-        else:
-            out.names.extend(_declared_names(declaration, child_columns.names))
-            _, stacked_names = declaration
-            out.stacked.extend(map(len(stacked_names).__add__, child_columns.stacked))
+        _append_names(out, declared.get(key), child_columns)
     return is_told_by_treedef
+
+
+def _append_names(
+    out: _Columns,
+    declaration: tuple[Any, tuple[Any, ...]] | None,
+    columns: _Columns,
+) -> None:
+    """Appends the names and stacked dimensions of a subtree's leaves to `out`.
+    `declaration` is the pair that `_declared` has for the attribute that holds the
+    subtree; `None` if it has none.
+    """
+    if declaration is None:
+        out.names.extend(columns.names)
+        out.stacked.extend(columns.stacked)
+    else:
+        out.names.extend(_declared_names(declaration, columns.names))
+        _, stacked_names = declaration
+        out.stacked.extend(map(len(stacked_names).__add__, columns.stacked))
+
+
+def _subtree_numbers(children: Sequence[TreeDef], seen: _Seen) -> Sequence[int]:
+    """A number for each subtree of a node. Equal subtrees have the same, unless `seen`
+    is `None`.
+    """
+    if seen is None:
+        return range(len(children))
+    number_by_subtree: dict[TreeDef, int] = {}
+    numbers: list[int] = []
+    for child in children:
+        number = number_by_subtree.setdefault(child, len(number_by_subtree))
+        numbers.append(number)
+    return numbers
 
 
 def _declared_names(
