@@ -37,25 +37,29 @@ RULES = PathRules(
 )
 
 
+def ones(shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
 def params() -> dict[str, Any]:
     """Parameters of several dtypes, with a scalar and an odd size; some are large
     enough for Adafactor to factor.
     """
     return {
-        "embed": jnp.ones((256, 128)),
+        "embed": ones((256, 128)),
         "layers": [
             {
-                "up": {"weight": jnp.ones((128, 256)), "bias": jnp.ones(256)},
+                "up": {"weight": ones((128, 256)), "bias": ones(256)},
                 "down": {
-                    "weight": jnp.ones((256, 128), jnp.bfloat16),
-                    "bias": jnp.ones(7),
+                    "weight": ones((256, 128), jnp.bfloat16),
+                    "bias": ones(7),
                 },
-                "norm": jnp.ones(128),
+                "norm": ones(128),
             }
             for _ in range(2)
         ],
-        "experts": jnp.ones((3, 8, 4)),
-        "temperature": jnp.ones(()),
+        "experts": ones((3, 8, 4)),
+        "temperature": ones(()),
     }
 
 
@@ -208,9 +212,20 @@ def params_plan() -> ShardPlan:
     return plan(params(), MESH, paths=RULES)
 
 
+@pytest.fixture(scope="module")
+def placed_params(params_plan: ShardPlan) -> Any:
+    """The parameters on a mesh of Explicit axes, sharded as planned."""
+    mesh = built(AxisType.Explicit)
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, params(), params_plan.specs)
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_follow_gives_what_jax_gives(name, params_plan):
+def test_follow_gives_what_jax_gives(name, params_plan, placed_params):
     optimizer = OPTIMIZERS[name]()
     state_plan = follow(optimizer.init, params_plan)
     tree = jax.eval_shape(optimizer.init, params())
@@ -230,15 +245,9 @@ def test_follow_gives_what_jax_gives(name, params_plan):
             if leaf.spec == P():
                 assert leaf.reasons
         return
-    mesh = built(AxisType.Explicit)
-
-    def put(x, spec):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        placed = jax.tree.map(put, params(), params_plan.specs)
+    with jax.set_mesh(built(AxisType.Explicit)):
         init = jax.jit(optimizer.init)
-        state = init(placed)
+        state = init(placed_params)
     planned = {}
     for leaf in params_plan.leaves:
         planned[leaf.path] = leaf
@@ -288,8 +297,8 @@ TRAINED = {
 @pytest.mark.parametrize(("name", "over"), TRAINED.items())
 def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     optimizer = OPTIMIZERS[name]()
-    all_params = params()
-    weights = {"embed": all_params["embed"], "up": params()["layers"][0]["up"]}
+    all_params = jax.tree.map(jnp.asarray, params())
+    weights = {"embed": all_params["embed"], "up": all_params["layers"][0]["up"]}
 
     def cosines(x):
         return np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
@@ -325,9 +334,9 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     there = (placed, state)
     state_alone = optimizer.init(weights)
     alone = (weights, state_alone)
+    jitted = jax.jit(step)
     for _ in range(2):
         there = sharded(*there, grads)
-        jitted = jax.jit(step)
         alone = jitted(*alone, grads)
     there_leaves = jax.tree.leaves(there)
     alone_leaves = jax.tree.leaves(alone)
