@@ -63,11 +63,23 @@ def first(engine):
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
+def test_each_side_goes_on_when_the_other_is_killed(started, seed):
+    """The trainer serves the next engine, which keeps one revision when the trainer is
+    killed in its turn.
+    """
     trainer = started("trainer")
-    engine = started("engine", int(trainer.stdout.readline()))
+    port = int(trainer.stdout.readline())
+    moments = random.Random(seed)
+    killed_engine = started("engine", port)
+    first(killed_engine)
+    time.sleep(moments.random() / 2)
+    killed_engine.kill()
+    engine = started("engine", port)
     shown = first(engine)
-    time.sleep(random.Random(seed).random() / 2)
+    assert whole(shown) > 0
+    assert trainer.poll() is None
+
+    time.sleep(moments.random() / 2)
     trainer.kill()
     killed = time.monotonic()
     last = 0
@@ -80,18 +92,6 @@ def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
     assert "whole" in shown
 
 
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_a_trainer_goes_on_when_its_engine_is_killed(started, seed):
-    trainer = started("trainer")
-    port = int(trainer.stdout.readline())
-    engine = started("engine", port)
-    first(engine)
-    time.sleep(random.Random(seed).random() / 2)
-    engine.kill()
-    assert whole(first(started("engine", port))) > 0
-    assert trainer.poll() is None
-
-
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_trainer_may_end_right_behind_a_sync(started, closes):
-    assert started("leave", closes).wait(60) == 0
+def test_a_trainer_may_end_right_behind_a_sync(started):
+    trainers = [started("leave", closes) for closes in (True, False)]
+    assert [trainer.wait(60) for trainer in trainers] == [0, 0]
