@@ -289,11 +289,11 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     skipped_folders = ("test", "tests", "site-packages", "dist-packages")
-    text = b""
+    text = bytearray()
     for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]:
         if len(text) < max_bytes and path.parent.name not in skipped_folders:
             text += path.read_bytes()
-    return np.frombuffer(text, np.uint8)[:max_bytes]
+    return np.frombuffer(bytes(text[:max_bytes]), np.uint8)
 
 
 def batch(
