@@ -179,9 +179,19 @@ def test_the_demo_from_the_command_line():
         "--batch",
         "2",
     )
-    done = python(f"sys.exit(main({['demo', *flags]}))")
+    # A smaller model and short texts: the programs are the same.
+    code = f"""
+        import functools
+        from shardfx._cli import demo
+        demo.LAYERS = 2
+        demo.HIDDEN = 64
+        demo.Run = functools.partial(demo.Run, length=16)
+        sys.exit(main({["demo", *flags]}))
+    """
+    done = python(code)
     assert done.returncode == 0, done.stderr
     out = done.stdout
+    assert "batches of 2 x 16" in out
     assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out
     assert "layers/query" in out
     assert "Explicit axes" in out
