@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,9 @@ def hostile(tmp_path_factory):
         make(paths[name], name)
     todo = []
     for name, path in paths.items():
-        rows = 4 if name in TOO_LARGE else 8
+        rows = 8
+        if name in TOO_LARGE:
+            rows = 4
         todo.append((str(path), rows))
     command = [sys.executable, "-c", textwrap.dedent(LOADS), json.dumps(todo)]
     done = subprocess.run(
@@ -86,13 +89,10 @@ def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
             use_zarr3=kind == "orbax3",
         )
     else:
-        zarr(
-            tmp_path / "c",
-            "w",
-            array,
-            chunks=[4],
-            driver="zarr3" if kind == "zarr3" else "zarr",
-        )
+        driver = "zarr"
+        if kind == "zarr3":
+            driver = "zarr3"
+        zarr(tmp_path / "c", "w", array, chunks=[4], driver=driver)
     if kind == "eformer":
         arrays = [{"path": "w", "shape": [8], "dtype": "float32"}]
         eformer(tmp_path / "c", arrays=arrays)
@@ -140,30 +140,31 @@ def test_a_chunk_that_no_memory_holds_ends_no_process(hostile, name):
 def bomb(kind):
     """A file that unpacks to 64 MiB."""
     count = 2**26
-    if kind in ("gzip", "zlib"):
-        packer = zlib.compressobj(9, zlib.DEFLATED, 31 if kind == "gzip" else 15)
-        text = b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)])
-        return text + packer.flush()
+    if kind in WINDOW_BITS:
+        packer = zlib.compressobj(9, zlib.DEFLATED, WINDOW_BITS[kind])
+        zeros = bytes(2**24)
+        packed = [packer.compress(zeros) for _ in range(count // len(zeros))]
+        return b"".join([*packed, packer.flush()])
+    compressor = {"id": kind}
     if kind == "blosc":
-        compressor = {
-            "id": "blosc",
-            "cname": "zstd",
-            "clevel": 1,
-            "shuffle": 0,
-        }
-    else:
-        compressor = {"id": kind}
+        compressor |= {"cname": "zstd", "clevel": 1, "shuffle": 0}
     with tempfile.TemporaryDirectory() as directory:
-        ones = np.ones(count, np.uint8)
-        return zarr(
-            directory, "w", ones, chunks=[count], metadata={"compressor": compressor}
-        )["0"]
+        store = zarr(
+            directory,
+            "w",
+            np.ones(count, np.uint8),
+            chunks=[count],
+            metadata={"compressor": compressor},
+        )
+        return store["0"]
 
 
-LITTLE, BIG = (
-    {"name": "bytes", "configuration": {"endian": endian}}
-    for endian in ("little", "big")
-)
+# What tells zlib which of the two formats to write.
+WINDOW_BITS = {"gzip": 31, "zlib": 15}
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+BIG = {"name": "bytes", "configuration": {"endian": "big"}}
 BOMBS = (
     "gzip",
     "zlib",
@@ -189,26 +190,25 @@ def bombed(folder, kind):
             "typesize": 1,
         },
     }
-    if packed == "blosc":
-        codecs = {"codecs": [LITTLE, blosc]}
-    else:
-        codecs = {}
     if is_new:
-        metadata = codecs
+        driver = "zarr3"
+        chunk = folder / "w" / "c/0"
+        metadata = {}
+        if packed == "blosc":
+            metadata = {"codecs": [LITTLE, blosc]}
     else:
-        metadata = {"compressor": None if packed == "sparse" else {"id": packed}}
-    zarr(
-        folder,
-        "w",
-        np.ones(8, np.float32),
-        chunks=[8],
-        driver="zarr3" if is_new else "zarr",
-        metadata=metadata,
-    )
-    chunk = folder / "w" / ("c/0" if is_new else "0")
-    chunk.write_bytes(b"" if packed == "sparse" else bomb(packed))
+        driver = "zarr"
+        chunk = folder / "w" / "0"
+        metadata = {"compressor": {"id": packed}}
+        if packed == "sparse":
+            metadata = {"compressor": None}
+    ones = np.ones(8, np.float32)
+    zarr(folder, "w", ones, chunks=[8], driver=driver, metadata=metadata)
     if packed == "sparse":
+        chunk.write_bytes(b"")
         os.truncate(chunk, 2**26)
+    else:
+        chunk.write_bytes(bomb(packed))
 
 
 @pytest.mark.parametrize("kind", BOMBS)
@@ -220,11 +220,10 @@ def test_a_chunk_that_unpacks_to_more_than_it_is_takes_no_memory(hostile, kind):
         "sparse": "has 67108864 bytes",
     }
     claim = claims.get(kind.split()[0])
-    assert (
-        f"{claim}, and a chunk of it has 32; it is damaged" in text
-        if claim
-        else "cannot be read" in text
-    )
+    if claim is None:
+        assert "cannot be read" in text
+    else:
+        assert f"{claim}, and a chunk of it has 32; it is damaged" in text
 
 
 def sharded(chunk, codecs, **index):
@@ -238,25 +237,18 @@ BLOSC = {"name": "blosc"}
 SUM = {"name": "crc32c"}
 # How an array is packed, the file of its last chunk, and where the first chunk in that
 # begins.
-PACKED = {
+PACKED: dict[str, tuple[Any, str, int]] = {
     "zarr .": ({"dimension_separator": "."}, "1.0", 0),
     "zarr /": ({"dimension_separator": "/"}, "1/0", 0),
-    **{
-        f"zarr3 {mark}": (
-            {
-                "codecs": [BLOSC],
-                "chunk_key_encoding": {"name": name, "configuration": configuration},
-            },
-            key,
-            0,
-        )
-        for mark, name, configuration, key in (
-            (".", "default", {"separator": "."}, "c.1.0"),
-            ("/", "default", {}, "c/1/0"),
-            ("v2", "v2", {}, "1.0"),
-        )
-    },
 }
+for mark, name, configuration, key in (
+    (".", "default", {"separator": "."}, "c.1.0"),
+    ("/", "default", {}, "c/1/0"),
+    ("v2", "v2", {}, "1.0"),
+):
+    key_encoding = {"name": name, "configuration": configuration}
+    metadata = {"codecs": [BLOSC], "chunk_key_encoding": key_encoding}
+    PACKED[f"zarr3 {mark}"] = (metadata, key, 0)
 for name, table in {
     "summed": [LITTLE, SUM],
     "little": [LITTLE],
@@ -306,17 +298,20 @@ def test_chunks_packed_by_blosc_load_if_their_claims_are_true(
     loaded = checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"]
     assert np.array_equal(loaded, array)
     # The last of the chunks claims too much; its bytes begin with blosc's version.
-    held = store[key]
-    last = held.rindex(held[first : first + 4])
-    store[key] = held[: last + 4] + b"\xff\xff\xff\x7f" + held[last + 8 :]
-    chunk_bytes = 64 if "shards" in name else 128
+    content = store[key]
+    last = content.rindex(content[first : first + 4])
+    store[key] = content[: last + 4] + b"\xff\xff\xff\x7f" + content[last + 8 :]
+    chunk_bytes = 128
+    if "shards" in name:
+        chunk_bytes = 64
     claim = f"claims to unpack to 2147483647 bytes, and a chunk of it has {chunk_bytes}"
     with pytest.raises(CheckpointError, match=claim):
         checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 
 
 def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
-    metadata = {"codecs": [sharded([4, 8], [sharded([2, 8], [LITTLE, BLOSC])])]}
+    inner = sharded([2, 8], [LITTLE, BLOSC])
+    metadata = {"codecs": [sharded([4, 8], [inner])]}
     array = np.ones((8, 8), np.float32)
     zarr(
         tmp_path,
@@ -361,9 +356,11 @@ def piped(folder, kind):
         zarr(folder, "w", np.arange(8, dtype=np.float32), chunks=[8])
         pipe = folder / "w" / "0"
     pipe.unlink()
-    os.mkfifo(folder / "pipe" if kind == "link" else pipe)
     if kind == "link":
+        os.mkfifo(folder / "pipe")
         pipe.symlink_to("../pipe")
+    else:
+        os.mkfifo(pipe)
 
 
 @pytest.mark.parametrize("kind", PIPES)

@@ -129,10 +129,12 @@ def test_with_sharding_constraint(vector):
         value: Any = {"a": array}
     else:
         value = array
-    without = "mesh" in inputs and inputs["mesh"] is None
     devices = built(mesh)
+    mesh_of_plan: Any = devices
+    if "mesh" in inputs and inputs["mesh"] is None:
+        mesh_of_plan = mesh
     rules = PathRules([("x", P())])
-    sharding_plan = plan({"x": array}, mesh if without else devices, paths=rules)
+    sharding_plan = plan({"x": array}, mesh_of_plan, paths=rules)
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     if inputs.get("mesh_context") == "jax.set_mesh":
@@ -141,10 +143,8 @@ def test_with_sharding_constraint(vector):
         ambient = contextlib.nullcontext()
     with ambient, outcome(SUITE.expected(vector)) as expected:
         if "tree" in inputs and inputs["tree"]:
-            value = {"a": array}
-            result = jax.tree.map(
-                lambda leaf: constrain(leaf, spec, sharding_plan), value
-            )["a"]
+            constrain_leaf = lambda leaf: constrain(leaf, spec, sharding_plan)
+            result = jax.tree.map(constrain_leaf, {"a": array})["a"]
         else:
             result = constrain(value, spec, sharding_plan)
         assert isinstance(result.sharding, NamedSharding)
@@ -152,12 +152,10 @@ def test_with_sharding_constraint(vector):
         assert canonical(result.sharding.spec) == expected
         # Under Explicit axes JAX wants the argument of a jitted function on the mesh
         # already.
-        inside = jax.jit(lambda x: constrain(x, spec, sharding_plan))(
-            constrain(array, P(), sharding_plan)
-        )
-        assert inside.sharding.is_equivalent_to(
-            NamedSharding(devices, expected), array.ndim
-        )
+        jitted = jax.jit(lambda x: constrain(x, spec, sharding_plan))
+        inside = jitted(constrain(array, P(), sharding_plan))
+        expected_sharding = NamedSharding(devices, expected)
+        assert inside.sharding.is_equivalent_to(expected_sharding, array.ndim)
 
 
 @SUITE.of("constraints.get_names_from_partition_spec")
@@ -175,27 +173,28 @@ def test_names_of_specs(vector):
 
 @SUITE.of("constraints.get_axes_size_in_mesh")
 def test_axes_size(vector):
-    names = vector["inputs"]["axis_names"]
+    names = hashable(vector["inputs"]["axis_names"])
     with outcome(SUITE.expected(vector)) as expected:
-        actual = meshes(vector).axis_size(
-            names if isinstance(names, str) else tuple(names)
-        )
+        actual = meshes(vector).axis_size(names)
         assert actual == expected
 
 
 @SUITE.of("constraints.get_mesh_axis_size", "constraints.get_submesh_device_index")
 def test_sizes_and_indices_inside_shard_map(vector):
-    names = vector["inputs"]["axis_names"]
-    if isinstance(names, list):
-        names = tuple(names)
+    names = hashable(vector["inputs"]["axis_names"])
     size = vector["function"].endswith("get_mesh_axis_size")
     with outcome(SUITE.expected(vector)) as expected:
         if size and not isinstance(expected, list):
             assert MESH.axis_size(names) == expected
             return
-        value = lambda: jnp.full(
-            (1, 1), MESH.axis_size(names) if size else jax.lax.axis_index(names)
-        )
+
+        def value():
+            if size:
+                number = MESH.axis_size(names)
+            else:
+                number = jax.lax.axis_index(names)
+            return jnp.full((1, 1), number)
+
         out = jax.shard_map(
             value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp")
         )()
@@ -239,7 +238,10 @@ def test_match_partition_rules(vector):
             unmatched=unmatched,
             unused="allow",
         )
-        assert (list(sharding_plan.specs) if order else sharding_plan.specs) == expected
+        if order:
+            assert list(sharding_plan.specs) == expected
+        else:
+            assert sharding_plan.specs == expected
 
 
 def leaves(tree) -> Any:
@@ -313,17 +315,13 @@ def test_shardings_are_read_without_a_mesh(vector):
     leaf: Any = jax.device_put(jnp.ones((8, 8)), sharding)
     if vector["function"].endswith("structure"):
         leaf = jax.ShapeDtypeStruct((8, 8), "int8", sharding=sharding)
-    others = {
-        key: value
-        for key, value in vector["inputs"].get("tree", {}).items()
-        if key != "a"
-    }
+    tree = dict(vector["inputs"].get("tree", {}))
     if vector["function"].endswith("spec"):
         with outcome(SUITE.expected(vector)) as expected:
-            specs = shardfx.specs_of(
-                {"a": leaf if expected else jnp.ones((8, 8)), **others}
-            )
-            assert specs == expected
+            tree["a"] = jnp.ones((8, 8))
+            if expected:
+                tree["a"] = leaf
+            assert shardfx.specs_of(tree) == expected
     else:
         shardings = shardfx.shardings_of({"a": leaf, "n": 3})
         assert shardings == {"a": sharding, "n": None}
@@ -417,7 +415,9 @@ def fields(paxis) -> Any:
 
 
 def hashable(value) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 # A raw mesh axis among the names passes where eformer let it pass.
@@ -432,7 +432,9 @@ def test_resolve_axis(vector):
         rules = registered(
             eformer(**fields(inputs["paxis"])), inputs.get("registry", ())
         )
-        unmatched = "keep" if vector["id"] in KEEP else "raise"
+        unmatched = "raise"
+        if vector["id"] in KEEP:
+            unmatched = "keep"
         decided = ft.partial(
             resolve, names_of(inputs["axes"]), rules, unmatched=unmatched
         )
@@ -458,7 +460,9 @@ def test_fields(vector):
         fields = {"tensor_parallel_axis": expected[0], "head_axis": expected[1]}
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
-        mode = "decode" if field.startswith("decode_") else "train"
+        mode = "train"
+        if field.startswith("decode_"):
+            mode = "decode"
         spec = resolve((token,), rules, mode=mode).spec
         assert spec == canonical(P(entry(target))), field
 
@@ -466,23 +470,24 @@ def test_fields(vector):
 # --- PartitionManager
 
 
+def layout_with(arguments):
+    """The layout of the axes of arguments, which may say its dimension of the mode."""
+    mode_dim = None
+    if isinstance(arguments["mode"], int):
+        mode_dim = arguments["mode"]
+    return Layout(names_of(arguments["axes"]), mode_dim)
+
+
 def layout_of(arguments):
     dynamic = arguments.get("dynamic_axes")
     if dynamic is None or "axes" in arguments:
-        return Layout(
-            names_of(arguments["axes"]),
-            arguments["mode"] if isinstance(arguments["mode"], int) else None,
-        )
+        return layout_with(arguments)
     if isinstance(dynamic, str):
         return LAYOUTS["HiddenStateSharding"]
     if "name" not in dynamic:
         return Layout(names_of(dynamic["axes"]))
     layout = LAYOUTS[dynamic["name"]]
-    mode = dynamic["mode"]
-    expected = Layout(
-        names_of(dynamic["axes"]), mode if isinstance(mode, int) else None
-    )
-    assert layout == expected
+    assert layout == layout_with(dynamic)
     return layout
 
 
@@ -503,8 +508,10 @@ def test_manager_resolve(vector):
             unmatched="raise",
         )
         spec = decision.spec
-        expected_spec = canonical(expected if isinstance(expected, P) else P(*expected))
-        assert spec == expected_spec
+        expected_spec = expected
+        if not isinstance(expected, P):
+            expected_spec = P(*expected)
+        assert spec == canonical(expected_spec)
 
 
 @SUITE.of("PartitionManager.shard")
