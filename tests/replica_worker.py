@@ -95,9 +95,9 @@ def bits_of(arrays):
 
 def expected_bits(revision, dst):
     """What the shards of the engine's plan should have."""
-    made = TURN.apply(arrays_of(revision))
+    turned = TURN.apply(arrays_of(revision))
     arrays = {}
-    for path, leaf in made.items():
+    for path, leaf in turned.items():
         sharding = dst.shardings[path]
         if path == "keys":
             arrays[path] = shardfx.shard({path: leaf}, dst.select("^keys$"))[path]

@@ -410,8 +410,9 @@ def test_units_of_a_rule_without_names(names):
     rules = sfx.PathRules([("w", sfx.atomic(names, (2, 1)))])
     axes = sfx.AxisRules([("mlp", "data")])
     mesh = MeshSpec({"data": 2})
-    made = sfx.plan({"w": jnp.ones((8, 4))}, mesh, paths=rules, axes=axes)
-    assert made["w"].spec == P() and made["w"].units == (2, 1)
+    sharding_plan = sfx.plan({"w": jnp.ones((8, 4))}, mesh, paths=rules, axes=axes)
+    assert sharding_plan["w"].spec == P()
+    assert sharding_plan["w"].units == (2, 1)
 
 
 def test_a_text_is_no_shape_and_is_not_advised():

@@ -266,7 +266,7 @@ def test_over_keeps_an_axis_of_names_that_count_units(over):
     def init(params):
         return {"scale": jnp.zeros((2, 6))}
 
-    made = follow(init, NAMED, paths=rules)
+    sharding_plan = follow(init, NAMED, paths=rules)
     further = follow(init, NAMED, paths=rules, over=over)
-    assert made["scale"].spec == P("tensor")
+    assert sharding_plan["scale"].spec == P("tensor")
     assert further["scale"].spec == P("tensor", "data")

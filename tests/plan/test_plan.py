@@ -182,6 +182,8 @@ def test_equal_plans_share_a_trace_and_different_meshes_do_not():
 def test_a_planned_size_below_its_unit_counts_units_again():
     axes = AxisRules([("heads", "tensor")], units={"heads": 128})
     mesh = MeshSpec({"tensor": 4})
-    made = plan({"scale": jnp.ones(8)}, mesh, names={"scale": ("heads",)}, axes=axes)
-    assert made["scale"].spec == P("tensor")
-    assert made.sharding(("heads",), (8,)).spec == P("tensor")
+    tree = {"scale": jnp.ones(8)}
+    names = {"scale": ("heads",)}
+    sharding_plan = plan(tree, mesh, names=names, axes=axes)
+    assert sharding_plan["scale"].spec == P("tensor")
+    assert sharding_plan.sharding(("heads",), (8,)).spec == P("tensor")

@@ -258,15 +258,17 @@ def test_the_advice_is_an_argument_that_the_function_has():
 
 def test_integers_that_jax_would_cut_are_refused():
     tree = {"ids": jax.ShapeDtypeStruct((8,), jnp.int32)}
-    made = plan(tree, MeshSpec({"data": 8}).build(jax.devices()), unmatched="replicate")
-    assert sfx.shard({"ids": np.arange(8)}, made)["ids"].dtype == jnp.int32
+    mesh = MeshSpec({"data": 8}).build(jax.devices())
+    sharding_plan = plan(tree, mesh, unmatched="replicate")
+    placed = sfx.shard({"ids": np.arange(8)}, sharding_plan)
+    assert placed["ids"].dtype == jnp.int32
     for value in (2**40, -(2**31) - 1):
         with pytest.raises(
             PlanMismatchError, match=f"holds {value}, which JAX would cut"
         ):
-            sfx.shard({"ids": np.array([value] * 8)}, made)
+            sfx.shard({"ids": np.array([value] * 8)}, sharding_plan)
         with pytest.raises(PlanMismatchError, match=f"holds {value}, which JAX would"):
-            sfx.hosts.global_batch({"ids": np.array([0] * 7 + [value])}, made)
+            sfx.hosts.global_batch({"ids": np.array([0] * 7 + [value])}, sharding_plan)
     number = plan(
         jnp.int32(0), MeshSpec({"data": 8}).build(jax.devices()), unmatched="replicate"
     )

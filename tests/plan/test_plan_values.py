@@ -406,10 +406,10 @@ def test_a_unit_in_json_is_the_unit_that_was_written():
     named = PathRules([("w", (atomic("m", 4), "n"))])
     by_paths = PathRules([("w", atomic(P("a", "b"), (1, 8)))])
     for paths, axes in ((named, AXES), (by_paths, None)):
-        made = plan({"w": TREE["w"]}, MESH, paths=paths, axes=axes)
-        read = ShardPlan.from_json(made.to_json())
-        assert read == made
-        assert read["w"] == made["w"]
+        sharding_plan = plan({"w": TREE["w"]}, MESH, paths=paths, axes=axes)
+        read = ShardPlan.from_json(sharding_plan.to_json())
+        assert read == sharding_plan
+        assert read["w"] == sharding_plan["w"]
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -182,7 +182,8 @@ def test_numbers_of_bytes_may_be_scalars_of_any_kind(number):
     assert strategy == fsdp("data", 2**20, max_bytes=2**20)
     assert type(strategy.min_bytes) is type(strategy.max_bytes) is int
     tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
-    made = plan(tree, MeshSpec({"data": 8}), paths=PathRules([(".*", strategy)]))
-    assert ShardPlan.from_json(made.to_json()) == made
+    rules = PathRules([(".*", strategy)])
+    sharding_plan = plan(tree, MeshSpec({"data": 8}), paths=rules)
+    assert ShardPlan.from_json(sharding_plan.to_json()) == sharding_plan
     with pytest.raises(RuleError, match="give a number of bytes"):
         fsdp("data", jnp.ones(3))  # pyright: ignore

@@ -287,8 +287,9 @@ class Reversed(eqx.Module):
 
 def test_keys_with_slashes_come_back_from_json():
     mesh = MeshSpec({"data": 2})
-    made = plan(keys_with_slashes(), mesh, paths=PathRules([(".*", fsdp("data"))]))
-    read = ShardPlan.from_json(made.to_json()).specs
+    rules = PathRules([(".*", fsdp("data"))])
+    sharding_plan = plan(keys_with_slashes(), mesh, paths=rules)
+    read = ShardPlan.from_json(sharding_plan.to_json()).specs
     assert list(read) == ["head/w", "net/c", "net/~/a", "net/~/b"]
     assert read["net/~/b"] == {"w": P(None, "data"), "b": P("data")}
 

@@ -22,8 +22,10 @@ WIDTH = 64
 LAYERS = 12
 
 
-def plans(own, devices):
-    """A trainer of 8 devices, and an engine of 4 with fused, repeated, bf16 weights."""
+def plans(side, devices):
+    """A trainer of 8 devices, and an engine of 4 with fused, repeated, bf16 weights.
+    `side` is 0 for the trainer and 1 for the engine.
+    """
     jax.config.update("jax_num_cpu_devices", devices)
     weight = jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
     trained = {}
@@ -33,19 +35,20 @@ def plans(own, devices):
     repeated = From("layers/{i}/key").T.repeat(2, dim=0, unit=DIM)
     parts = [From("layers/{i}/query").T, repeated]
     rules = {"{i}.qk": From.concat(parts).cast("bfloat16")}
-    made = TreeMap(rules)
+    tree_map = TreeMap(rules)
     served = {
         f"{i}.qk": jax.ShapeDtypeStruct((3 * HEADS * DIM, WIDTH), jnp.bfloat16)
         for i in range(LAYERS)
     }
     mesh = MeshSpec({"data": 4, "model": 2})
     meshes = [mesh, MeshSpec({"model": 4})]
-    meshes[own] = meshes[own].build(jax.devices())
+    meshes[side] = meshes[side].build(jax.devices())
     rules = PathRules([(".*", P("data", "model"))])
     src = shardfx.plan(trained, meshes[0], paths=rules)
     rules = PathRules([(".*", P("model"))])
     dst = shardfx.plan(served, meshes[1], paths=rules)
-    return src, dst, plan_transfer(src, dst, made, memory_limit_bytes=1 << 12)
+    plan = plan_transfer(src, dst, tree_map, memory_limit_bytes=1 << 12)
+    return src, dst, plan
 
 
 def train():
@@ -53,13 +56,10 @@ def train():
     sender = Sender(plan, SECRET, timeout_seconds=2)
     print(sender.address[1], flush=True)
     for revision in range(1, 1_000_000):
-        arrays = {
-            leaf.path: jax.device_put(
-                np.full(leaf.shape, revision % 100, np.float32),
-                src.shardings[leaf.path],
-            )
-            for leaf in src.leaves
-        }
+        arrays = {}
+        for leaf in src.leaves:
+            values = np.full(leaf.shape, revision % 100, np.float32)
+            arrays[leaf.path] = jax.device_put(values, src.shardings[leaf.path])
         sender.publish(arrays, revision)
 
 
@@ -76,8 +76,11 @@ def serve(port):
         values = set()
         for leaf in (receiver.arrays or {}).values():
             values.update(map(float, np.unique(np.asarray(leaf))))
+        state = "has"
+        if failed:
+            state = "kept"
         print(
-            "kept" if failed else "has",
+            state,
             receiver.revision,
             sorted(values),
             failed or "",
@@ -93,11 +96,12 @@ def leave(closes):
     mesh = MeshSpec({"data": 8}).build(jax.devices())
     tree = {f"w{i}": np.ones((64, 1024), np.float32) for i in range(200)}
     rules = PathRules([(".*", P("data"))])
-    made = shardfx.plan(tree, mesh, paths=rules)
-    plan = plan_transfer(made, made)
+    sharding_plan = shardfx.plan(tree, mesh, paths=rules)
+    plan = plan_transfer(sharding_plan, sharding_plan)
     sender = Sender(plan, SECRET)
-    sender.publish(jax.device_put(tree, made.shardings), 1)
-    assert Receiver(plan, made, [sender.address], SECRET).pull(check_content=True)
+    sender.publish(jax.device_put(tree, sharding_plan.shardings), 1)
+    receiver = Receiver(plan, sharding_plan, [sender.address], SECRET)
+    assert receiver.pull(check_content=True)
     if closes:
         sender.close()
 

@@ -88,10 +88,10 @@ def test_divided_replicas_need_each_element_once():
 def test_replicas_that_pull_once_get_what_each_would_pull(tmp_path):
     src, dst, divided = worker.plans(trainer_mesh(), ENGINE)
     transfers = worker.transfers(src, dst, divided)
-    senders = {way: Sender(plan, worker.SECRET) for way, plan in transfers.items()}
-    relays = {way: Relay(sender.address) for way, sender in senders.items()}
-    for way, relay in relays.items():
-        Path(tmp_path, f"{way}.port").write_text(str(relay.port))
+    senders = {route: Sender(plan, worker.SECRET) for route, plan in transfers.items()}
+    relays = {route: Relay(sender.address) for route, sender in senders.items()}
+    for route, relay in relays.items():
+        Path(tmp_path, f"{route}.port").write_text(str(relay.port))
     has_ended = threading.Event()
 
     def publish_all():
@@ -120,13 +120,13 @@ def test_replicas_that_pull_once_get_what_each_would_pull(tmp_path):
     for outcome in outcomes:
         assert outcome.returncode == 0, outcome.log[-4000:]
         results.append(outcome.result)
-    for way, transfer in transfers.items():
-        pulls = list(itertools.chain.from_iterable(result[way] for result in results))
+    for route, transfer in transfers.items():
+        pulls = list(itertools.chain.from_iterable(result[route] for result in results))
         assert all(is_right for _, is_right, _, _ in pulls)
-        for turn in zip(*[result[way] for result in results], strict=True):
+        for turn in zip(*[result[route] for result in results], strict=True):
             assert len({revision for revision, *_ in turn}) == 1
         # What comes beside the rows is below 2 KiB a pull.
         attempts = sum(attempts for *_, attempts, _ in pulls)
         news = sum(news for *_, news in pulls)
-        extra = relays[way].received - news * transfer.wire_bytes // worker.PROCESSES
+        extra = relays[route].received - news * transfer.wire_bytes // worker.PROCESSES
         assert 0 < extra < 2048 * attempts
