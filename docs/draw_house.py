@@ -67,8 +67,18 @@ def imports(path: Path) -> tuple[tuple[tuple[str, ...], int], ...]:
     return tuple(_imports(path))
 
 
+def statements_of(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements of a file at any depth: a tenth of what `ast.walk` visits."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, field, [])
+
+
 def _imports(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements_of(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from ((target, node.lineno) for target in _named(node, path))
         elif isinstance(node, ast.Import):
