@@ -38,8 +38,8 @@ def switched_devices(chip: Chip) -> float:
 def choices_for(total: int, slices: int, tensor: int, chip: Chip) -> Iterator[Choice]:
     """The meshes and strategies to try on `total` devices of `chip` in `slices` slices:
     data parallelism first, then FSDP on ever more devices. The axis `tensor` has
-    `tensor` devices in all of them. If it has more than one, the last mesh comes twice, the
-    second time with `gathers_all`. Then FSDP over all axes shards the arrays that
+    `tensor` devices in all of them. If it has more than one, the last mesh comes twice,
+    the second time with `gathers_all`. Then FSDP over all axes shards the arrays that
     tensor parallelism leaves whole.
     """
     choice = Choice(MeshSpec({"data": 1}), ())
