@@ -574,8 +574,8 @@ def _too_small(
     text = (
         f"{bytes_text(priced.total_bytes)} of {pricing.what} take"
         f" {bytes_text(priced.state_bytes)} on each of"
-        f" {plural(priced.choice.mesh.size, 'device')} ({priced.choice.mesh}), and a"
-        f" {chip.name} has {bytes_text(limit)}"
+        f" {plural(priced.choice.mesh.size, 'device')} ({priced.choice.mesh}), and each"
+        f" has {bytes_text(limit)} on {chip.name}"
     )
     size = chip.devices_per_chip
     while size <= _MOST_DEVICES:
