@@ -80,18 +80,19 @@ class SearchOptions(NamedTuple):
 def search_options(
     devices: object,
     chip: str | chips.Chip | None,
-    slices: int = 1,
+    slices: int | None = None,
 ) -> SearchOptions:
     """The devices of a search. `devices` is their number, a slice such as
     "tpu:v5e:2x4", emulated CPU devices such as "cpu:8", or JAX's devices. `chip` is
-    their kind; `None` if `devices` shows it. `slices` is the number of slices if
-    `devices` does not say it. Raises `MeshError` for other values.
+    their kind; `None` if `devices` shows it. `slices` is the number of slices; `None`
+    if `devices` says it, or for one slice. Raises `MeshError` for other values, and for
+    another number than that of a text.
 
     Of the result, `total` and `slices` are the numbers of devices and slices, `target`
     and `targets` the two parts of a text such as "tpu:v5e:2x4*3", and `extents` the
     chips along each dimension of one slice.
     """
-    if (whole_number(slices) or 0) < 1:
+    if slices is not None and (whole_number(slices) or 0) < 1:
         raise MeshError(
             f"`slices={slices!r:.40}` is no number of slices, 1 or more; leave it out for"
             " one slice, or write `slices=2`."
@@ -105,7 +106,7 @@ def search_options(
     if match is not None:
         repeated = match[1]
         repetitions = int(match[2])
-    if match is not None and slices not in (1, repetitions):
+    if match is not None and slices not in (None, repetitions):
         raise MeshError(
             f"`devices={devices!r}` has {repetitions} slices, and `slices={slices}`;"
             " leave `slices` out."
@@ -113,7 +114,7 @@ def search_options(
     options = _unrepeated_options(repeated, chip)
     total = options.total * repetitions
     slice_count = slices
-    if slices == 1:
+    if slices is None:
         slice_count = max(repetitions, options.slices)
     if total % slice_count:
         raise MeshError(

@@ -66,7 +66,7 @@ def search(
     *args: PyTree,
     devices: int | str | Sequence[object],
     chip: str | chips.Chip | None = None,
-    slices: int = 1,
+    slices: int | None = None,
     keep: int = 5,
     verify: Literal["compile", "run"] | None = None,
     also: Iterable[AxisRules] = (),
@@ -104,7 +104,8 @@ def search(
       own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
     - `slices`: the number of slices (or nodes of GPUs) that the hosts' network
-      connects, if `devices` does not say it.
+      connects; by default what `devices` says, else 1. Of JAX's own devices it
+      has priority over what they say.
     - `keep`: the largest number of candidates to return.
     - `verify`: "compile" compiles the best candidates and the well-known strategies:
       for the slice if `devices` names one and libtpu is installed, else for as many of
