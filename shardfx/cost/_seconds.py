@@ -153,8 +153,8 @@ def seconds(
 
     **Raises:**
 
-    `MeshError` for extents that do not match the mesh, or without a mesh; `ChipError`
-    for an unknown chip.
+    `MeshError` for extents that do not match the mesh, or without a mesh, and for a
+    mesh that lacks an axis of a row; `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -190,6 +190,8 @@ def seconds(
             " mesh lie, and there is no mesh; write `seconds(traffic, chip, mesh,"
             f" slice={slice!r:.40})`."
         )
+    if mesh is not None:
+        _require_axes(traffic, MeshSpec.of(mesh))
     axes: Mapping[str, tuple[Ring, ...]] = {}
     torus = None
     if mesh is not None and chip.torus_dims:
@@ -206,6 +208,18 @@ def seconds(
     rows = [_row(row, axes, torus, chip) for row in traffic.rows]
     rows.sort(key=lambda row: -row.seconds)
     return Seconds(rows=tuple(rows), chip=chip)
+
+
+def _require_axes(traffic: Traffic, mesh: MeshSpec) -> None:
+    """Raises `MeshError` if a collective runs along an axis that `mesh` lacks."""
+    for row in traffic.rows:
+        for axis in row.axes:
+            if axis not in mesh.axis_names:
+                raise MeshError(
+                    f"the {row.kind} along {axes_text(row.axes)} is of another mesh:"
+                    f" {mesh} has no axis {axis!r}; pass the mesh of the step,"
+                    " `seconds(traffic, chip, mesh)`."
+                )
 
 
 def _extents(

@@ -10,6 +10,7 @@ from shardfx import MeshSpec
 from shardfx.cost import (
     Policy,
     Traffic,
+    TrafficRow,
     compare,
     compile_for,
     estimate,
@@ -28,6 +29,19 @@ from shardfx.errors import (
 
 
 SENT = Traffic(rows=(), devices=8, axes=("data",))
+ALL_REDUCE = TrafficRow(
+    kind="all-reduce",
+    wire_bytes=1024,
+    dcn_bytes=0,
+    calls=1,
+    dtype="f32",
+    group_size=8,
+    axes=("data",),
+    source=None,
+    stack=(),
+    leaf=None,
+)
+ALONG_DATA = Traffic(rows=(ALL_REDUCE,), devices=8, axes=("data",))
 MESH = MeshSpec({"data": 8})
 ROWS = jax.ShapeDtypeStruct(
     (64, 16), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), jax.P("data"))
@@ -60,6 +74,16 @@ def kept(w):
             lambda: seconds(SENT, "v5p", MESH, slice=(2, 2, 2)),  # pyright: ignore
             MeshError,
             r"`slice=\(2, 2, 2\)` must have 3 extents .* as in '2x2x2'",
+        ),
+        (
+            lambda: seconds(ALONG_DATA, "v5p", MeshSpec({"x": 8})),
+            MeshError,
+            r"all-reduce along data is of another mesh: .* has no axis 'data'; pass the",
+        ),
+        (
+            lambda: seconds(ALONG_DATA, "h100", MeshSpec({"x": 8})),
+            MeshError,
+            "has no axis 'data'",
         ),
         (
             lambda: seconds(SENT, "v5p", slice="2x2x2"),
