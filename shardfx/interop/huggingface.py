@@ -199,7 +199,8 @@ def rules_of(
       about `lm_head` if the plans lack it, as those of a configuration do.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism. If it is given, the plan for
-      experts has priority, and replaces the styles of the inside of experts.
+      experts has priority, and replaces the styles of the inside of experts. The rules
+      of a dense model, whose `plans_of` has none for experts, are the same with it.
     - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most,
       `"gpt_neox"` for GPT-NeoX. Paths without the prefix match too.
     - `units`: from the last part of a module's name, such as `k_proj`, to the number of
@@ -220,9 +221,9 @@ def rules_of(
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have, or a name of `units` that
-    the plan does not have. Planning with the rules raises it for expert parallelism if
-    each expert has an array of its own.
+    `RuleError` for a style that transformers does not have, a name of `units` that the
+    plan does not have, or `expert` beside a tensor parallel plan alone. Planning with
+    the rules raises it for expert parallelism if each expert has an array of its own.
 
     !!! Example
 
@@ -242,6 +243,12 @@ def rules_of(
     """
     if not isinstance(plans, Plans):
         check_mapping("plans", plans, "rules_of(plans_of(model.config))")
+        if expert is not None:
+            raise RuleError(
+                f"`expert={expert!r}` shards what a plan for experts names, and the plan"
+                " is one for tensor parallelism alone; pass"
+                f" `rules_of(plans_of(model.config), expert={expert!r})`, or leave it out."
+            )
         plans = Plans(
             tensor=dict(plans),
             expert={},

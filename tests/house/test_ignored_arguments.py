@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, auto, checkpoint, cost
+from shardfx import AxisRules, MeshSpec, PathRules, auto, checkpoint, cost, presets
 from shardfx.errors import (
     CheckpointError,
     LeafTypeError,
@@ -18,6 +18,7 @@ from shardfx.errors import (
     ProgramError,
     RuleError,
 )
+from shardfx.interop import huggingface
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
@@ -84,6 +85,11 @@ CALLS = {
         error=LeafTypeError,
         message=r"write `fit\(plan, chip=...\)`, or pass the step",
     ),
+    "experts beside a tensor parallel plan alone": Call(
+        make=lambda path: huggingface.rules_of({"layers.*.w": "colwise"}, expert="ep"),
+        error=RuleError,
+        message=r"pass `rules_of\(plans_of\(model.config\), expert='ep'\)`, or leave it",
+    ),
     "lost devices inside jit": Call(
         make=lambda path: jax.jit(
             lambda x: sfx.reshard(x, ON_ONE_AXIS, lost=jax.devices()[1:2])
@@ -147,6 +153,14 @@ def test_arguments_that_only_other_cases_need_may_be_given(tmp_path):
     sent = cost.traffic(compiled.compile())
     on_switch = cost.seconds(sent, "h100", MeshSpec({"data": 8}), slice="2x4")
     assert on_switch == cost.seconds(sent, "h100", MeshSpec({"data": 8}))
+
+
+def test_a_dense_model_is_the_same_with_and_without_experts():
+    dense = huggingface.Plans(tensor={"layers.*.w": "colwise"}, expert={}, head={})
+    assert huggingface.rules_of(dense, expert="ep") == huggingface.rules_of(dense)
+    model = "llama3-8b"
+    stacked = presets.models.tree(model, stack_experts=True)
+    assert stacked == presets.models.tree(model)
 
 
 def test_a_plan_by_paths_joins_one_in_a_mode():

@@ -161,7 +161,8 @@ def tree(
     - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in
       float32.
     - `stack_experts`: whether the experts of a layer are one array with a leading
-      dimension, as expert parallelism needs them, instead of one array per expert.
+      dimension, as expert parallelism needs them, instead of one array per expert. A
+      dense model has no experts, and is the same with it.
     - `changes`: numbers that replace the published ones, by the names in
       [`shardfx.presets.models.config`][]. With `layers=2`, for example, the model is
       small enough to compile.
