@@ -282,6 +282,55 @@ def test_padding_is_not_added_by_its_index(rows, outcome):
     assert (verdict == "proved") == outcome
 
 
+SORTED = "indices_are_sorted=true"
+
+
+def sums_by_index(rows: int, order: str, name: str) -> str:
+    scatter = SCATTER.replace("to_apply", f"{order}, to_apply")
+    return (SUMS_BY_INDEX + scatter.replace("NAME", name)).replace("ROWS", str(rows))
+
+
+@pytest.mark.parametrize(
+    "whole_order, order, rows, outcome",
+    [
+        ("indices_are_sorted=false", SORTED, 6, False),
+        (SORTED, SORTED, 6, True),
+        (SORTED, "indices_are_sorted=false", 6, True),
+        # A single index is sorted.
+        ("indices_are_sorted=false", SORTED, 2, True),
+    ],
+)
+def test_a_scatter_is_sorted_where_the_whole_program_says_so(
+    whole_order, order, rows, outcome
+):
+    whole = sums_by_index(rows, whole_order, "ROOT %y")
+    term = sums_by_index(rows // 2, order, "%term")
+    total = f"  ROOT %y = f32[8]{{0}} all-reduce(%term), {GROUP}, to_apply=%sum\n"
+    assert (verdict_of(whole, term + total) == "proved") == outcome
+
+
+@pytest.mark.parametrize(
+    "whole_order, order, outcome",
+    [
+        ("indices_are_sorted=false", SORTED, False),
+        (SORTED, SORTED, True),
+        (SORTED, "indices_are_sorted=false", True),
+    ],
+)
+def test_a_lookup_is_sorted_where_the_whole_program_says_so(
+    whole_order, order, outcome
+):
+    def of_columns(size: int, order: str) -> str:
+        attributes = (
+            f"offset_dims={{1}}, collapsed_slice_dims={{0}}, slice_sizes={{1,{size}}},"
+            f" {order}, {COLUMNS}"
+        )
+        return gathered(size, attributes, f"4,{size}")
+
+    verdict = verdict_of(of_columns(8, whole_order), of_columns(4, order))
+    assert (verdict == "proved") == outcome
+
+
 LARGER = """
 %larger (v: f32[], i: s32[], w: f32[], j: s32[]) -> (f32[], s32[]) {
   %v = f32[] parameter(0)

@@ -18,6 +18,7 @@ from .indices import (
     lookup_of,
     places_of_rows,
     require_no_idiom,
+    require_same_order,
     require_whole_columns,
     require_whole_without_index,
     shift_of,
@@ -119,6 +120,7 @@ def _gathered(
         covered_dims=covered_dims,
     )
 
+    require_same_order(instruction, index, dims, node)
     require_whole_columns(context, index, dims, node)
     require_whole_without_index(
         context=context,

@@ -1,6 +1,7 @@
 """The dimensions and the indices of gathers and scatters."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -131,6 +132,28 @@ def require_whole_columns(
         raise Unjudged("a lookup with columns that are cut")
     if axis is not None and not context.cuts.is_whole(axis.cut, size):
         raise Unjudged("a lookup with columns that are cut")
+
+
+def require_same_order(
+    instruction: Instruction,
+    index: Held,
+    lookup: LookupDims,
+    node: Node,
+) -> None:
+    """Raises `Unjudged` for a lookup or a scatter that says that its indices are
+    sorted, where that of the whole program, the value `node`, does not: XLA may then
+    compute it wrongly. A single index is sorted.
+    """
+    assert node.instruction is not None
+    if not _is_sorted(instruction) or _is_sorted(node.instruction):
+        return
+    rows = [size for dim, size in enumerate(index.shape) if dim != lookup.vector]
+    if math.prod(rows) > 1:
+        raise Unjudged(f"a {instruction.opcode} that says that its indices are sorted")
+
+
+def _is_sorted(instruction: Instruction) -> bool:
+    return attribute(instruction, "indices_are_sorted") == "true"
 
 
 def require_whole_without_index(

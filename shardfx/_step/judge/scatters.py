@@ -19,6 +19,7 @@ from .indices import (
     lookup_of,
     places_of_rows,
     require_no_idiom,
+    require_same_order,
     require_whole_columns,
     require_whole_without_index,
     shift_of,
@@ -108,6 +109,7 @@ def _scattered(
         whole_updates_shape=node.operands[2].shape,
     )
 
+    require_same_order(instruction, index, dims, node)
     require_whole_columns(context, index, dims, node)
     require_whole_without_index(
         context=context,
