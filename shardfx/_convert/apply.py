@@ -30,6 +30,7 @@ from .pieces import (
     Factor,
     Made,
     Piece,
+    Struct,
     along,
     changed,
     extended,
@@ -57,7 +58,8 @@ def on_arrays(xp: Any, op: str, operands: Sequence[Any], *args: Any) -> Any:
             return xp.transpose(array, order or None)
         case "reshape" | "split" | "merge", *_:
             # The operation on shapes alone gives the new shape.
-            reshaped = on_shapes(op, [leaf_made("", array)], *args)
+            struct = Struct(shape=tuple(array.shape), dtype=array.dtype)
+            reshaped = on_shapes(op, [leaf_made("", struct)], *args)
             return array.reshape(reshaped.shape)
         case "stacked", dim:
             return xp.stack(operands, axis=dim)

@@ -151,7 +151,7 @@ def _factor(value: object) -> float | None:
     return _finite(value) or None
 
 
-def _int(value: object, least: float = -math.inf) -> int | None:
+def _int(value: object, least: int | float = -math.inf) -> int | None:
     """A whole number from `least` on as a Python int; `None` for any other value."""
     # A bool is an int in Python, but no size.
     if isinstance(value, bool | np.bool_):

@@ -191,6 +191,7 @@ def test_nodes_of_gpus_by_name(prefix):
         (None, "a slice is named by a text, not None: write `tpu:v5p:4x4x4`"),
     ],
 )
+@pytest.mark.usefixtures("as_users_run_it")
 def test_slices_that_do_not_exist(text, message):
     with pytest.raises(MeshError, match=message):
         chips.parse_slice(text)
