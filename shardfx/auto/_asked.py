@@ -113,12 +113,12 @@ def search_options(
         )
     options = _unrepeated_options(repeated, chip)
     total = options.total * repetitions
-    slice_count = slices
-    if slices is None:
-        slice_count = max(repetitions, options.slices)
+    slice_count = max(repetitions, options.slices)
+    if slices is not None:
+        slice_count = slices
     if total % slice_count:
         raise MeshError(
-            f"`slices={slices}` does not divide {total} devices; each slice has equally"
+            f"`slices={slice_count}` does not divide {total} devices; each slice has equally"
             " many."
         )
     extents = ()
