@@ -122,10 +122,19 @@ class Content:
 
     @ft.cached_property
     def digest(self) -> str:
-        return hashlib.sha256(plan_json.written(self._payload()).encode()).hexdigest()
+        return hashlib.sha256(self._text().encode()).hexdigest()
 
     def to_json(self) -> str:
-        return plan_json.written({**self._payload(), "digest": self.digest})
+        return self._text(digest=self.digest)
+
+    def _text(self, **more: str) -> str:
+        """Returns the plan as JSON text, with the fields `more`. Raises
+        `PlanFormatError` for a tree of too many levels.
+        """
+        try:
+            return plan_json.written({**self._payload(), **more})
+        except RecursionError as error:
+            raise plan_json.too_deep() from error
 
     def _payload(self) -> dict[str, Any]:
         """Returns the plan as a JSON value, without its digest."""

@@ -99,6 +99,8 @@ def with_dim(shape, dim, size):
     return (*shape[:dim], size, *shape[dim:])
 
 
+# The checks of types, where they are on, look at random items of a list.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @settings(max_examples=80, deadline=None)
 @given(shapes(), st.data())
 def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
