@@ -118,8 +118,8 @@ def search_options(
         slice_count = slices
     if total % slice_count:
         raise MeshError(
-            f"`slices={slice_count}` does not divide {total} devices; each slice has equally"
-            " many."
+            f"`slices={slice_count}` does not divide {total} devices; each slice has"
+            " equally many."
         )
     extents = ()
     # Else the text is about several slices, and its extents are not those of one.

@@ -242,18 +242,7 @@ def rules_of(
         ```
     """
     if not isinstance(plans, Plans):
-        check_mapping("plans", plans, "rules_of(plans_of(model.config))")
-        if expert is not None:
-            raise RuleError(
-                f"`expert={expert!r}` shards what a plan for experts names, and the plan"
-                " is one for tensor parallelism alone; pass"
-                f" `rules_of(plans_of(model.config), expert={expert!r})`, or leave it out."
-            )
-        plans = Plans(
-            tensor=dict(plans),
-            expert={},
-            head={},
-        )
+        plans = _plans_alone(plans, expert)
     head = plans.head
     styles = {**plans.tensor, **head}
     if plans.tensor:
@@ -304,6 +293,24 @@ def rules_of(
                 (_expert_path(module, _EXPERT_NAMES[name], begin), optional(single))
             )
     return PathRules([*rules, (".*", rest)])
+
+
+def _plans_alone(tensor: Mapping[str, str], expert: object) -> Plans:
+    """The plans of a tensor parallel plan alone. Raises `RuleError` for `expert`, which
+    would have no effect, and for what is no mapping.
+    """
+    check_mapping("plans", tensor, "rules_of(plans_of(model.config))")
+    if expert is not None:
+        raise RuleError(
+            f"`expert={expert!r}` shards what a plan for experts names, and the plan is"
+            " one for tensor parallelism alone; pass"
+            f" `rules_of(plans_of(model.config), expert={expert!r})`, or leave it out."
+        )
+    return Plans(
+        tensor=dict(tensor),
+        expert={},
+        head={},
+    )
 
 
 def _priority(key: str) -> tuple[bool, int, int]:
