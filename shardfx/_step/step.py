@@ -131,6 +131,15 @@ class Step:
             return False
         return not any(meshes(self.module(self._any_platform)).values())
 
+    @property
+    def on_one_device(self) -> "Step":
+        """The step, which names no mesh, on a mesh of one device. What JAX lowered it
+        to stays.
+        """
+        step = dataclasses.replace(self, given_mesh=MeshSpec({"device": 1}))
+        step._lowered.update(self._lowered)
+        return step
+
     def lowered(self, platform: Platform) -> Any:
         """The step as JAX lowers it for a platform; cached."""
         if platform not in self._lowered:

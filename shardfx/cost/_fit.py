@@ -320,7 +320,7 @@ def fit(
     traced = step_of(step, args, mesh)
     notes: tuple[str, ...] = ()
     if traced.is_without_mesh:
-        traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
+        traced = traced.on_one_device
         notes = (_ALONE,)
     assigned = compiled.assigned if isinstance(compiled, CompiledFor) else None
     chip_step = StepOnChip(traced, chip, step if args else None, assigned=assigned)

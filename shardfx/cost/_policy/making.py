@@ -298,7 +298,10 @@ class PolicySearch:
     @ft.cached_property
     def plain_step(self) -> Step:
         """The gradient as it is without a policy."""
-        return self.step({})
+        step = self._step_on(self.mesh, ft.partial(checkpointed, {}))
+        if step.is_without_mesh:
+            return step.on_one_device
+        return step
 
     @ft.cached_property
     def shard_bytes(self) -> dict[tuple[str, tuple[int, ...], str], int]:
@@ -335,6 +338,17 @@ class PolicySearch:
 
     def step_with(self, region_function: Callable[[Region], Any]) -> Step:
         """The gradient of the loss whose regions are evaluated by `region_function`."""
+        # To find that a step names no mesh, JAX lowers it. No policy adds one.
+        return self._step_on(self.plain_step.given_mesh, region_function)
+
+    def _step_on(
+        self,
+        mesh: MeshSpec | Mesh | AbstractMesh | None,
+        region_function: Callable[[Region], Any],
+    ) -> Step:
+        """The gradient of `step_with`. Without a `mesh` it is that of the arguments, of
+        the results, or of the loss.
+        """
         argnums = tuple(itertools.compress(itertools.count(), self.active))
 
         def loss(*arrays: Any) -> Any:
@@ -350,10 +364,7 @@ class PolicySearch:
         if any(shardings):
             # Gradients lie as their parameters do.
             step = filter_jit(gradient, out_shardings=(None, shardings))
-        step = step_of(step, self.args, self.mesh)
-        if step.is_without_mesh:
-            step = dataclasses.replace(step, given_mesh=MeshSpec({"device": 1}))
-        return step
+        return step_of(step, self.args, mesh)
 
     def trial_of(self, budget_bytes: float, point: Point) -> Trial:
         """The memory of the gradient under a point's choices, and whether it fits
