@@ -1,3 +1,4 @@
+import functools as ft
 import itertools
 
 import equinox as eqx
@@ -192,10 +193,15 @@ CALLED = {
 }  # fmt: skip
 
 
+@ft.cache
+def naming_of(make):
+    """The names of a model's dimensions: to trace a step takes long."""
+    return name_axes(*make())
+
+
 @pytest.mark.parametrize("make", CALLED, ids=lambda make: make.__name__)
 def test_what_dimensions_are_called(make):
-    model = make()
-    naming = name_axes(*model)
+    naming = naming_of(make)
     named = by_path(naming)
     assert CALLED[make].items() <= named.items()
     assert not naming.notes
@@ -223,8 +229,9 @@ def test_a_gradient_changes_no_name_of_an_image(layout):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_plans_with_what_was_found(name):
-    step, *args = MODELS[name]()
-    naming = name_axes(step, *args)
+    make = MODELS[name]
+    _, *args = make()
+    naming = naming_of(make)
     joins = itertools.chain.from_iterable(axis.joins for axis in naming.axes)
     assert "dot_general" in {what for what, _ in joins}
     first = next(axis.name for axis in naming.axes if axis.size % 2 == 0)
