@@ -105,34 +105,10 @@ def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
     assert str(first.traffic) in first.explain()
 
 
-def test_the_usual_ways_by_hand_are_always_partitioned():
-    """Data parallelism, fully sharded, tensor parallelism and both: however the core
-    prices them.
+def test_ways_by_hand_are_partitioned_and_a_step_is_traced_twice():
+    """Data parallelism, fully sharded, tensor parallelism and both are partitioned,
+    however the core prices them.
     """
-    lines: list[str] = []
-    model = mlp_step(64, 256, 512)
-    search(
-        *model,
-        devices=8,
-        chip="v5e",
-        keep=1,
-        progress=lines.append,
-    )
-    looked = [
-        line.partition(": ")[2] for line in lines if line.startswith("partitioned")
-    ]
-    for title in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
-        assert title in looked, looked
-    assert any(
-        title.startswith("fsdp=") and ", tensor=" in title for title in looked
-    ), looked
-    space = space_of(model, 8, "v5e")
-    titles = [candidate.title for candidate in by_hand(space, space.usual)]
-    assert titles == looked[: len(space.usual)]
-
-
-def test_a_search_traces_a_step_twice_however_many_it_constrains():
-    """Once as it is, and once for all candidates that are constrained."""
     step, *args = mlp_step(64, 256, 512)
     lines: list[str] = []
     calls: list[int] = []
@@ -142,8 +118,21 @@ def test_a_search_traces_a_step_twice_however_many_it_constrains():
         return step(*args)
 
     search(counted, *args, devices=8, chip="v5e", progress=lines.append)
-    assert sum(line.startswith("constrained candidate") for line in lines) > 1
+    looked = [
+        line.partition(": ")[2] for line in lines if line.startswith("partitioned")
+    ]
+    for title in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
+        assert title in looked, looked
+    assert any(
+        title.startswith("fsdp=") and ", tensor=" in title for title in looked
+    ), looked
+    # The step is traced once as it is, and once for all candidates that are
+    # constrained.
     assert len(calls) == 2
+    assert sum(line.startswith("constrained candidate") for line in lines) > 1
+    space = space_of((step, *args), 8, "v5e")
+    titles = [candidate.title for candidate in by_hand(space, space.usual)]
+    assert titles == looked[: len(space.usual)]
 
 
 def test_states_that_do_not_fit_are_cut():
