@@ -80,7 +80,7 @@ def shardings(rank):
 def values(shape, dtype=jnp.float32):
     count = int(np.prod(shape))
     numbers = np.arange(count).reshape(shape) % 100
-    return np.asarray(jnp.asarray(numbers).astype(dtype))
+    return numbers.astype(jnp.dtype(dtype))
 
 
 def assert_is(array, expected, sharding):
