@@ -2,6 +2,7 @@
 training step.
 """
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import optax
 import pytest
 from parts_of_search import Space, named_classes, search_options, trace
 
-from shardfx.auto import Candidate, Limits
+from shardfx.auto import Candidate, Limits, name_axes
 
 
 Struct = jax.ShapeDtypeStruct
@@ -38,6 +39,12 @@ def space_of(
         hardware=search_options(devices, chip, slices),
         limits=limits or Limits(),
     )
+
+
+@ft.cache
+def naming_of(make: Any) -> Any:
+    """The names of the dimensions of what `make` returns: to trace a step takes long."""
+    return name_axes(*make())
 
 
 def run_code(candidate: Candidate) -> dict[str, Any]:

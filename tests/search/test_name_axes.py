@@ -1,4 +1,3 @@
-import functools as ft
 import itertools
 
 import equinox as eqx
@@ -10,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jax import P
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
-from models import MODELS, Struct, f32, mlp, space_of
+from models import MODELS, Struct, f32, mlp, naming_of, space_of
 from parts_of_search import fastest
 
 from shardfx import AxisRules, MeshSpec, atomic, plan
@@ -191,12 +190,6 @@ CALLED = {
         "1": ("batch", "sequence", "patch_0"), "2": ("batch", "sequence_2"),
     },
 }  # fmt: skip
-
-
-@ft.cache
-def naming_of(make):
-    """The names of a model's dimensions: to trace a step takes long."""
-    return name_axes(*make())
 
 
 @pytest.mark.parametrize("make", CALLED, ids=lambda make: make.__name__)
