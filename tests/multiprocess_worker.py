@@ -380,4 +380,6 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # All jobs of this program lose a process. Until they end, Gloo asks for it all the
+    # time.
+    main(*sys.argv[1:], shutdown_seconds=1)

@@ -11,7 +11,7 @@ from shardfx import hosts
 
 pytestmark = pytest.mark.processes
 # JAX notices a process that is gone by its missing heartbeats, for which the worker
-# allows ten seconds.
+# allows ten seconds, or when the others end and wait for it.
 NOTICED_SECONDS = 45.0
 
 
