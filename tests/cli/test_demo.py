@@ -101,8 +101,8 @@ def test_no_position_sees_a_later_byte():
     changed = tokens.copy()
     changed[0, 7] += 1
     apply = eqx.filter_jit(demo.Transformer.__call__)
-    before = apply(model, tokens)
-    after = apply(model, changed % 256)
+    before = apply(model, jnp.asarray(tokens))
+    after = apply(model, jnp.asarray(changed % 256))
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
     assert not np.allclose(before[0, 7:], after[0, 7:])
 
