@@ -3,8 +3,6 @@ libraries that own the formats.
 """
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -348,15 +346,3 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
     }
     with pytest.raises(CheckpointError, match=messages.get(damage, "was replaced")):
         checkpoint.load(index, structs)
-
-
-def test_the_import_needs_no_store_library():
-    libraries = "{'tensorstore', 'orbax', 'safetensors'}"
-    code = (
-        f"import sys; import shardfx.checkpoint; print(sorted({libraries} &"
-        " set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

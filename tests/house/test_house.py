@@ -187,6 +187,8 @@ def test_the_parts_that_load_late_are_there():
         from shardfx import plan_reshard, reshard
         from shardfx._reshard import LeafMove, ReshardPlan
         assert shardfx.checkpoint.read_index and shardfx.presets.t5x()
+        # Libraries of stores load when a checkpoint needs them.
+        assert not {"tensorstore", "orbax", "safetensors"} & sys.modules.keys()
         try:
             shardfx.nothing
         except AttributeError as error:

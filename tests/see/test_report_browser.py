@@ -493,13 +493,13 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
 
 
 def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
-    name = (
-        "f'model/layers/{n // 10}/experts/w{n % 10}' if n < 25_000 else f'{n * 7919 %"
-        " 50021:05d}x{n:x}'"
-    )
-    page = Page(
-        browser, of_many(name, tmp_path / "made.json")["page"], tmp_path / "page.html"
-    )
+    def name_of(number: int) -> str:
+        if number < 25_000:
+            return f"model/layers/{number // 10}/experts/w{number % 10}"
+        return f"{number * 7919 % 50021:05d}x{number:x}"
+
+    _, text = of_many(name_of)
+    page = Page(browser, text, tmp_path / "page.html")
     assert "50,000 arrays" in page.text("#count") and len(page.paths) <= 100
     assert len(page.run("return document.querySelectorAll('*')")) < 8000
     # Of many numbers a range shows the ends: what may hold this one is found, and

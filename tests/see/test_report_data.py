@@ -5,9 +5,7 @@ in test_report_browser.py.
 import importlib.resources
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import draw_report
@@ -305,32 +303,19 @@ def test_the_picture_in_the_readme_shows_what_is_said_of_it():
     assert draw_report.PICTURE.stat().st_size < 200_000
 
 
-# In a process of its own, without the checks of types that would take most of the time.
-MANY = """
-import json, sys
-import jax
-from shardfx import MeshSpec, PathRules, html_report, plan
-
-tree = {eval(sys.argv[1]): jax.ShapeDtypeStruct((8, 16 + n % 7), "float32") for n in range(50_000)}
-made = plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=PathRules.parse(".*->data"))
-page = html_report(made)
-left = {leaf.path: leaf.bytes_per_device for leaf in made.leaves}
-with open(sys.argv[2], "w") as opened:
-    json.dump({"page": page, "leaves": left, "bytes": made.bytes_per_device}, opened)
-"""
+def of_many(name_of: Callable[[int], str]) -> tuple[ShardPlan, str]:
+    """A plan of 50,000 arrays and its page. `name_of` gives the name of each number."""
+    structs = {}
+    for number in range(50_000):
+        structs[name_of(number)] = struct(8, 16 + number % 7)
+    sharding_plan = planned(".*->data", structs)
+    return sharding_plan, html_report(sharding_plan)
 
 
-def of_many(name: str, file: Path) -> dict[str, Any]:
-    command = [sys.executable, "-c", MANY, name, str(file)]
-    folder = Path(__file__).parents[2]
-    subprocess.run(command, cwd=folder, check=True, timeout=300)
-    return json.loads(file.read_text())
-
-
-def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
-    sharding_plan = of_many("f'p{n}' * 12", tmp_path / "made.json")
-    assert len(sharding_plan["page"]) < 2_000_000
-    data = embedded(sharding_plan["page"])
+def test_fifty_thousand_leaves_are_a_page_below_2_mb():
+    sharding_plan, page = of_many(lambda number: f"p{number}" * 12)
+    assert len(page) < 2_000_000
+    data = embedded(page)
     total = sum(row[2] for row in data["rows"]) + data["more"]["arrays"]
     assert total == 50_000
     share = [kind["bytes_per_device"] for kind in data["kinds"]]
@@ -338,17 +323,15 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
         sum(row[2] * share[row[3]] for row in data["rows"])
         + data["more"]["bytes_per_device"]
     )
-    assert total == sharding_plan["bytes"]
+    assert total == sharding_plan.bytes_per_device
     # Those left out are those with the fewest bytes.
     shown = set(paths(data))
-    count_by_path = {
-        path: count
-        for path, count in sharding_plan["leaves"].items()
-        if path not in shown
-    }
-    assert len(count_by_path) == data["more"]["rows"] > 0
+    bytes_of_others = [
+        leaf.bytes_per_device for leaf in sharding_plan.leaves if leaf.path not in shown
+    ]
+    assert len(bytes_of_others) == data["more"]["rows"] > 0
     limit = min(share[row[3]] for row in data["rows"])
-    assert max(count_by_path.values()) <= limit
+    assert max(bytes_of_others) <= limit
 
 
 @pytest.mark.parametrize("count, shown", [(13, 13), (14, 13)])
