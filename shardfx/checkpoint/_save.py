@@ -99,7 +99,7 @@ def save(
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout, such as
       that of Hugging Face's libraries, from the tree's arrays. The results are written
       under the names of that layout, without a plan. Each process writes the values of
-      its own shards.
+      its own shards. Python's numbers that the map does not copy are left out.
     - `like`: for an inverse map: a tree of structs of the arrays to write, such as
       `checkpoint.structs(index)` of the checkpoint that was read.
     - `overwrite`: whether to replace an existing file. A directory cannot be replaced:
