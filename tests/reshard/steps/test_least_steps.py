@@ -1,7 +1,6 @@
 import heapq
 import itertools as it
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -108,8 +107,9 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
                 steps.append((after, extra))
         have = tiles[index[now]]
         share = 2.0 ** -sum(map(len, now))
-        for number in alike[tuple(map(len, now))]:
-            extra = permuted(have, tiles[number], slices) * share
+        numbers = alike[tuple(map(len, now))]
+        extras = permuted(have, tiles[numbers], slices) * share
+        for number, extra in zip(numbers, extras.tolist(), strict=True):
             steps.append((states[number], extra))
         for after, extra in steps:
             if cost + extra < best.get(after, math.inf) - 1e-12:
@@ -118,18 +118,25 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
     return math.inf
 
 
-def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
-    """The cost per device, in pieces, if each gives its piece to one other, in its
-    slice where one wants it there.
+def permuted(have: np.ndarray, wants: np.ndarray, slices: np.ndarray) -> np.ndarray:
+    """For each row of `wants`, the cost per device, in pieces, if each gives its piece
+    to one other, in its slice where one wants it there.
     """
-    lacking = have != want
+    lacking = have != wants
+    lacking_counts = lacking.sum(axis=1)
     if not slices.any():
-        return float(lacking.mean())
-    slices_of_lacking = slices[lacking]
-    wanted_tiles = Counter(zip(slices_of_lacking, want[lacking], strict=True))
-    held_tiles = Counter(zip(slices_of_lacking, have[lacking], strict=True))
-    near = (wanted_tiles & held_tiles).total()
-    far = lacking.sum() - near
+        return lacking_counts / len(have)
+    rows, devices = np.nonzero(lacking)
+    slice_count = slices.max() + 1
+    tile_count = max(have.max(), wants.max()) + 1
+    # One number for each row, slice and tile.
+    starts = (rows * slice_count + slices[devices]) * tile_count
+    size = len(wants) * slice_count * tile_count
+    wanted_counts = np.bincount(starts + wants[rows, devices], minlength=size)
+    held_counts = np.bincount(starts + have[devices], minlength=size)
+    near_counts = np.minimum(wanted_counts, held_counts)
+    near = near_counts.reshape(len(wants), -1).sum(axis=1)
+    far = lacking_counts - near
     return (near + DEAR * far) / len(have)
 
 
