@@ -82,6 +82,7 @@ _OF_BYTES = {
 # The tests of these modules that run on a disk alone, by the reason.
 _ON_DISK: dict[str, tuple[str, ...]] = {
     "It looks at the files that a save writes to a disk, which are others in a store.": (
+        "test_a_damaged_key_of_numbers_is_said",
         "test_a_directory_is_never_replaced",
         "test_a_file_carries_its_plan_and_is_replaced_at_once",
         "test_a_large_tree_is_spread_over_files",
@@ -93,6 +94,7 @@ _ON_DISK: dict[str, tuple[str, ...]] = {
         "test_other_libraries_read_a_saved_module",
         "test_steps_are_kept_while_training_donates",
         "test_steps_are_whole_numbers_of_any_kind",
+        "test_the_arrays_of_a_file_fit_into_its_bytes",
         "test_what_killed_saves_left_is_found_and_removed",
     ),
     "It counts, cuts or delays system calls. `test_objects_read` counts requests.": (
@@ -141,6 +143,8 @@ _ON_DISK: dict[str, tuple[str, ...]] = {
         "test_an_eformer_checkpoint_that_eformer_wrote",
     ),
     "It reads no checkpoint.": (
+        "test_a_cast_may_drop_an_imaginary_part",
+        "test_a_complex_number_may_round_an_integer",
         "test_a_header_as_a_table_is_as_parsed",
         "test_a_header_is_the_json_of_its_members",
         "test_sizes_are_grouped_as_items_are",
