@@ -24,8 +24,6 @@ from _processes import free_port
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
-# The numbers of processes of a job. The page's scripts are for two.
-COUNTS = (2, 4)
 # The devices of a job, shared by its processes.
 DEVICES = 4
 SCRIPTS = dict(
@@ -153,31 +151,45 @@ def ray_job(_index: int, _count: int, _port: int) -> dict[str, str]:
     return {}
 
 
-LAUNCHERS = (by_hand, slurm, slurm_per_gpu, indexed_job, tpu_vm, ray_job)
+class Start(NamedTuple):
+    """A launcher, and the number of processes of its job."""
+
+    launcher: Callable[..., dict[str, str]]
+    processes: int
 
 
-def started_by(launcher: Callable[..., dict[str, str]], count: int) -> int:
+# The page's scripts are for two processes. JAX counts those of SLURM and of TPUs; the
+# others are told how many they are, as those by hand that resume are.
+STARTS = [
+    Start(by_hand, 2),
+    Start(slurm, 2),
+    Start(slurm, 4),
+    Start(slurm_per_gpu, 2),
+    Start(slurm_per_gpu, 4),
+    Start(indexed_job, 2),
+    Start(tpu_vm, 2),
+    Start(tpu_vm, 4),
+    Start(ray_job, 2),
+]
+RESUMED = Start(by_hand, 4)
+
+
+def started_by(start: Start) -> int:
     """The processes that a launcher starts itself. Ray's driver starts the others."""
-    if launcher is ray_job:
+    if start.launcher is ray_job:
         return 1
-    return count
+    return start.processes
 
 
-def script_for(launcher: Callable[..., dict[str, str]], count: int, port: int) -> str:
-    """The script of the page for `count` processes."""
+def script_for(launcher: Callable[..., dict[str, str]], port: int) -> str:
+    """The script of the page that a launcher starts."""
     name = launcher.__name__
-    replaced: dict[str, str] = {}
+    if launcher is slurm_per_gpu:
+        name = "slurm"
+    script = SCRIPTS[f"{name}.py"].replace(":1234", f":{port}")
     if launcher is slurm_per_gpu:
         # "With one process per GPU, leave `local_device_ids` out."
-        name = "slurm"
-        replaced["local_device_ids=range(8)"] = ""
-    script = SCRIPTS[f"{name}.py"].replace(":1234", f":{port}")
-    replaced |= {
-        "range(2)": f"range({count})",
-        "remote(address, 2,": f"remote(address, {count},",
-    }
-    for text, other in replaced.items():
-        script = script.replace(text, other)
+        script = script.replace("local_device_ids=range(8)", "")
     return script
 
 
@@ -188,44 +200,42 @@ class Ended(NamedTuple):
     text: str
 
 
-class Job(NamedTuple):
-    """What came of the processes of each launcher, and the number of processes.
-    `resumed` are processes started by hand, of another number, that load what those
-    before saved. `losses` are those of one device: of three steps before the save, and
-    of three after it.
+class Jobs(NamedTuple):
+    """What came of the processes of each start. `resumed` are processes started by
+    hand, of another number, that load what those before saved. `losses` are those of
+    one device: of three steps before the save, and of three after it.
     """
 
-    processes: int
-    ended: dict[Callable[..., dict[str, str]], Ended]
-    resumed_processes: int
+    ended: dict[Start, Ended]
     resumed: Ended
     losses: list[float]
 
 
+def log_of(start: Start) -> str:
+    return f"{start.launcher.__name__}_{start.processes}.txt"
+
+
 def launches_of(
-    folder: Path,
-    launcher: Callable[..., dict[str, str]],
-    count: int,
-    log: str,
-    saved: tuple[str, ...] = (),
+    folder: Path, start: Start, saved: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """What `RUNNER` needs to start each of the processes that a launcher starts. Their
     script is written to the `folder`. `saved` names what a job by hand loads.
     """
+    launcher, count = start
     port = free_port()
-    script = f"{launcher.__name__}.py"
-    (folder / script).write_text(script_for(launcher, count, port))
+    script = f"{launcher.__name__}_{count}.py"
+    (folder / script).write_text(script_for(launcher, port))
     return [
         {
             "folder": str(folder),
             "script": script,
-            "log": log,
+            "log": log_of(start),
             "devices": DEVICES // count,
             "bind": f"127.0.0.1:{port}",
             "variables": launcher(index, count, port),
             "arguments": [str(count), str(index), *saved],
         }
-        for index in range(started_by(launcher, count))
+        for index in range(started_by(start))
     ]
 
 
@@ -285,45 +295,30 @@ def statuses_of(
         deadline.cancel()
 
 
-@pytest.fixture(scope="module", params=COUNTS)
-def job(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    runner: subprocess.Popen[str],
-) -> Job:
-    """What came of each launcher's processes, all of which run at once."""
-    count = request.param
-    (resumed_count,) = set(COUNTS) - {count}
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, runner: subprocess.Popen[str]
+) -> Jobs:
+    """What came of the processes of each start, all of which run at once, and of those
+    that resume.
+    """
     folder = tmp_path_factory.mktemp("launchers")
     launches = []
-    for launcher in LAUNCHERS:
-        log = f"{launcher.__name__}.txt"
-        launches += launches_of(folder, launcher, count, log)
+    for start in STARTS:
+        launches += launches_of(folder, start)
     statuses = iter(statuses_of(runner, launches))
     ended = {}
-    for launcher in LAUNCHERS:
-        ended[launcher] = Ended(
-            statuses=list(itertools.islice(statuses, started_by(launcher, count))),
-            text=(folder / f"{launcher.__name__}.txt").read_text(),
+    for start in STARTS:
+        ended[start] = Ended(
+            statuses=list(itertools.islice(statuses, started_by(start))),
+            text=(folder / log_of(start)).read_text(),
         )
-    launches = launches_of(
-        folder=folder,
-        launcher=by_hand,
-        count=resumed_count,
-        log="resumed.txt",
-        saved=("step_3",),
-    )
+    launches = launches_of(folder, RESUMED, saved=("step_3",))
     resumed = Ended(
         statuses=statuses_of(runner, launches),
-        text=(folder / "resumed.txt").read_text(),
+        text=(folder / log_of(RESUMED)).read_text(),
     )
-    return Job(
-        processes=count,
-        ended=ended,
-        resumed_processes=resumed_count,
-        resumed=resumed,
-        losses=losses_on_one_device(),
-    )
+    return Jobs(ended=ended, resumed=resumed, losses=losses_on_one_device())
 
 
 def losses_on_one_device() -> list[float]:
@@ -345,28 +340,30 @@ def printed_losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^loss (.+)$", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_script_of_the_page_starts_and_trains(launcher, job: Job):
-    statuses, text = job.ended[launcher]
-    assert statuses == [0] * started_by(launcher, job.processes), text
-    assert text.count(f"processes {job.processes} devices {DEVICES}\n") == 1
+@pytest.mark.parametrize("start", STARTS, ids=log_of)
+def test_a_script_of_the_page_starts_and_trains(start: Start, jobs: Jobs):
+    statuses, text = jobs.ended[start]
+    assert statuses == [0] * started_by(start), text
+    assert text.count(f"processes {start.processes} devices {DEVICES}\n") == 1
     losses = printed_losses(text)
-    assert losses == pytest.approx(job.losses[:3], rel=1e-5)
+    assert losses == pytest.approx(jobs.losses[:3], rel=1e-5)
     assert losses[-1] < losses[0]
 
 
-def test_slurm_gives_each_process_its_gpus(job: Job):
-    _, text = job.ended[slurm]
-    assert text.count("sees GPUs 0,1,2,3,4,5,6,7\n") == job.processes
-    _, text = job.ended[slurm_per_gpu]
-    for index in range(job.processes):
+@pytest.mark.parametrize("count", [2, 4])
+def test_slurm_gives_each_process_its_gpus(count: int, jobs: Jobs):
+    _, text = jobs.ended[Start(slurm, count)]
+    assert text.count("sees GPUs 0,1,2,3,4,5,6,7\n") == count
+    _, text = jobs.ended[Start(slurm_per_gpu, count)]
+    for index in range(count):
         assert text.count(f"sees GPUs {index}\n") == 1
 
 
-def test_other_processes_by_hand_go_on_from_what_was_saved(job: Job):
-    statuses, text = job.resumed
-    assert statuses == [0] * job.resumed_processes, text
-    assert printed_losses(text) == pytest.approx(job.losses[3:], rel=1e-5)
+def test_other_processes_by_hand_go_on_from_what_was_saved(jobs: Jobs):
+    statuses, text = jobs.resumed
+    assert statuses == [0] * RESUMED.processes, text
+    assert f"processes {RESUMED.processes} devices {DEVICES}\n" in text
+    assert printed_losses(text) == pytest.approx(jobs.losses[3:], rel=1e-5)
 
 
 def test_the_page_has_a_script_for_each_launcher():
