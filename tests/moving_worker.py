@@ -128,12 +128,18 @@ def owned_by_one_process():
     on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
     turned = NamedSharding(mesh_by_name["first turned"], P("a"))
     right_by_case = {}
-    for name, array, src, dst in (
+    moves = [
         ("label", expected, whole, on_device),
-        ("memory", expected, first, first.with_memory_kind("pinned_host")),
-        ("label and memory", expected, whole, on_host),
         ("empty", values((0, 8)), first, turned),
-    ):
+    ]
+    # JAX 0.9 cannot end a jitted CPU program in host memory.
+    if jax.__version_info__ >= (0, 10):
+        in_host_memory = first.with_memory_kind("pinned_host")
+        moves += [
+            ("memory", expected, first, in_host_memory),
+            ("label and memory", expected, whole, on_host),
+        ]
+    for name, array, src, dst in moves:
         moved = reshard(placed(array, src), dst)
         right_by_case[name] = right(moved, array, dst)
     everywhere = NamedSharding(mesh_by_name["all"], P())

@@ -254,6 +254,10 @@ def test_shardings_have_rows_of_parameters_and_lines():
     assert "<pre>" in table._repr_html_()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="Shardy of JAX 0.9 aborts at this program",
+)
 def test_shard_maps_keep_their_specs_and_results_are_origins():
     def step(x):
         out_specs = (P("a"), P("a"))

@@ -47,6 +47,10 @@ def test_a_change_saves_what_the_compiler_saves(before, words, change):
         assert not suggestions(fitted_after, words)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="XLA of JAX 0.9 partitions no program that moves arrays to the host",
+)
 def test_a_state_on_the_host_needs_the_told_memory(before):
     fitted, _ = before
     (suggestion,) = suggestions(fitted, "host memory")

@@ -48,7 +48,13 @@ def device_put():
     jax.device_put(MODEL, PLAN)
 
 
-@mended_by("write `plan.shardings`", name="tree.map")
+# JAX 0.9 names the value, and not its type, which has the fix.
+_IN_TREE_MAP = "write `plan.shardings`"
+if jax.__version_info__ < (0, 10):
+    _IN_TREE_MAP = "got ShardPlan"
+
+
+@mended_by(_IN_TREE_MAP, name="tree.map")
 def tree_map():
     jax.tree.map(lambda x, s: x, MODEL, PLAN)
 

@@ -1,5 +1,8 @@
 """The known faults in other forms, and their counts."""
 
+import jax
+import pytest
+
 from benchmarks.faults import _forms, _report
 from benchmarks.faults._forms import Program
 
@@ -26,6 +29,10 @@ def test_a_larger_residual_stack_is_refuted_at_its_block():
     assert line["functions"] == ["block"] and line["is_right_line"], line
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="XLA of JAX 0.9 computes this program rightly",
+)
 def test_shards_of_another_size_are_wrong_numbers():
     line = _forms.outcome(Program("strided_slices", "wrong", "gradient", form="larger"))
     assert line["numbers"] == "wrong" and line["verdict"] == "refuted", line

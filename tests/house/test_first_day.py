@@ -23,6 +23,10 @@ ADAM = optax.adam(1e-3)
 STATE = ADAM.init(MODEL)
 OPT = sfx.follow(ADAM.init, PLAN)
 JOINT = {"model": MODEL, "opt": STATE}
+# JAX 0.9 names the value, and not its type, which has the fix.
+IN_TREE_MAP = "write `plan.shardings`"
+if jax.__version_info__ < (0, 10):
+    IN_TREE_MAP = "got ShardPlan"
 
 
 def step(model, opt):
@@ -96,7 +100,7 @@ MISTAKES = {
     ),
     "a plan mapped over": (
         a_plan_mapped_over,
-        "write `plan.shardings`",
+        IN_TREE_MAP,
     ),
     "the form of jax.make_mesh": (
         lambda: MeshSpec((2, 4), ("data", "model")),

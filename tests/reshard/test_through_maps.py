@@ -3,6 +3,7 @@ others, and in programs.
 """
 
 import collections
+import gc
 import itertools as it
 from typing import Any
 
@@ -298,6 +299,9 @@ def test_a_limit_on_memory_is_kept(move, layouts, limit):
 
 def live_bytes():
     """Per device the bytes of all buffers that are alive."""
+    # What a test looks at stays in cycles on JAX 0.9.
+    if jax.__version_info__ < (0, 10):
+        gc.collect()
     counts = collections.Counter()
     # A buffer of several arrays counts once.
     piece_of_buffer = {}

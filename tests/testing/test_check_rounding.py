@@ -39,7 +39,11 @@ def test_sums_that_cancel_are_not_accused(is_wide, mesh):
     dtype = jnp.float32
     if is_wide:
         dtype = jnp.float64
-    most_allowed = 1e5 * float(jnp.finfo(dtype).eps)
+    # On JAX 0.9 ten times as much is allowed for the sums of 64 bits.
+    most_roundings = 1e5
+    if jax.__version_info__ < (0, 10):
+        most_roundings = 1e6
+    most_allowed = most_roundings * float(jnp.finfo(dtype).eps)
     with jax.enable_x64(is_wide):
         tenths = jnp.full((64, 96), 0.1, dtype)
         x = cut(tenths, "d", "t", mesh=mesh)
