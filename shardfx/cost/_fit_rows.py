@@ -7,7 +7,7 @@ from .. import chips
 from .._ground.text import bytes_text
 from ._compile_for import MemoryAnalysis
 from ._counted import StepOnChip
-from ._large_arrays import LargeArray, merged_arrays
+from ._large_arrays import CONSTANTS, LargeArray, merged_arrays
 from ._memory import Memory
 
 
@@ -19,9 +19,10 @@ class FitRow:
 
     - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one
       group for each moment), "batch", "KV cache", "other", "results" (without the
-      donated arguments' memory), "activations", "copies in other layouts" or
-      "temporaries". For a plan without a step, the first name of the arrays' paths:
-      "params".
+      donated arguments' memory), "activations", "copies in other layouts",
+      "constants and scalars" (arrays that the step closes over, whole on each device,
+      are among them) or "temporaries". For a plan without a step, the first name of the
+      arrays' paths: "params".
     - `bytes`: the bytes in the chip's memory, including the padding of tiles.
     - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
     - `exact`: whether the bytes follow from shardings or from the compiler's count. If
@@ -108,7 +109,8 @@ def tiles_notes(
 def temporary_rows(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
     """A row for each group of the temporary arrays. Temporaries can reuse the memory of
     the results: the bytes that they reuse are subtracted from the largest groups.
-    `memory` has the peak bytes of all temporaries, and the bytes of gaps between them.
+    Constants reuse none. `memory` has the peak bytes of all temporaries, and the bytes
+    of gaps between them.
     """
     sums: dict[str, int] = {}
     for array in arrays:
@@ -118,12 +120,14 @@ def temporary_rows(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]
     reused_bytes = sum(sums.values()) - memory.temporary_bytes
     largest_first = sorted(sums, key=lambda group: -sums[group])
     for group in largest_first:
+        if group == CONSTANTS:
+            continue
         shared_bytes = min(max(reused_bytes, 0), sums[group])
         sums[group] -= shared_bytes
         reused_bytes -= shared_bytes
     # libtpu names no arrays for what is left.
     if reused_bytes < 0:
-        sums["constants and scalars"] = -reused_bytes
+        sums[CONSTANTS] = sums.get(CONSTANTS, 0) - reused_bytes
     rows = []
     for group, nbytes in sums.items():
         rows.append(FitRow(group, nbytes, exact=memory.is_counted))

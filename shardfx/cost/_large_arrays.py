@@ -51,6 +51,8 @@ class LargeArray:
     why: str = ""
 
 
+# The group of arrays whose numbers are part of the program.
+CONSTANTS = "constants and scalars"
 # Operations whose results are copies of an array, in another layout or dtype.
 _COPIES = MOVING | {"convert"}
 
@@ -116,6 +118,8 @@ def large_array(array: LiveArray, sorted_shapes: set[tuple[int, ...]]) -> LargeA
     if array.phase == "backward" and is_matrix:
         if tuple(sorted(array.buffer.shape)) in sorted_shapes:
             group = "gradients"
+    if array.opcode == "constant":
+        group = CONSTANTS
     return LargeArray(
         what=str(array.buffer),
         bytes=array.bytes,

@@ -540,3 +540,35 @@ def test_a_step_without_any_sharding_is_for_one_device():
 
     with pytest.raises(MeshError, match="the step has no mesh"):
         fit(constrained, weights, x)
+
+
+@pytest.mark.parametrize("is_partial", [False, True], ids=["closure", "partial"])
+def test_an_array_that_a_step_closes_over_is_counted(is_partial):
+    table = jnp.arange(WIDTH * HIDDEN, dtype=jnp.float32).reshape(WIDTH, HIDDEN)
+
+    def step(table, batch):
+        return jnp.tanh(batch @ table)
+
+    rules = PathRules.parse(".*->data")
+    struct = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    structs = plan(struct, MESH, paths=rules).structs
+    closed_over = lambda batch: step(table, batch)
+    if is_partial:
+        closed_over = ft.partial(step, table)
+    fitted = fit(closed_over, structs, chip=SMALL)
+    assert fitted.bytes_of("constants and scalars") == table.nbytes
+    assert any(array.bytes == table.nbytes for array in fitted.largest)
+
+    # As an argument, each device has it whole too.
+    replicated = plan(table, MESH, paths=PathRules.parse(".*->replicate")).structs
+    given = fit(step, replicated, structs, chip=SMALL)
+    assert given.bytes_of("constants and scalars") == 0
+    assert fitted.peak_bytes == given.peak_bytes
+
+
+def test_a_row_of_one_number_takes_no_memory_of_its_own():
+    ones = np.ones((WIDTH, HIDDEN), np.float32)
+    struct = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    structs = plan(struct, MESH, paths=PathRules.parse(".*->data")).structs
+    fitted = fit(lambda batch: jnp.tanh(batch @ ones), structs, chip=SMALL)
+    assert fitted.bytes_of("constants and scalars") == 0

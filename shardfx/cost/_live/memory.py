@@ -3,11 +3,12 @@ layer rematerialized.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._ground import opcodes
-from ..._step import HloModule, Tile, bytes_of, own_line
+from ..._step import HloModule, Tile, arrays_in, bytes_of, own_line
 from .._memory import LiveArray, Memory
 from .arrays import list_schedule, sources_of
 from .program import Body, FlatOp, FlatProgram, Uses, program_of
@@ -138,14 +139,46 @@ def device_memory(
             results[number] = 0
 
     peak = counter.peak(entry, dict(zip(entry.results, results, strict=True)))
+    constants = constants_of(module, tile)
+    constant_bytes = sum(array.bytes for array in constants)
     arrays = [counter.live_array(value) for value in peak.values]
+    arrays += constants
     arrays.sort(key=lambda array: -array.bytes)
     return Memory(
         arguments=tuple(arguments),
         results=tuple(results),
-        temporary_bytes=peak.bytes + counter.remat.kept_bytes,
+        temporary_bytes=peak.bytes + counter.remat.kept_bytes + constant_bytes,
         arrays=tuple(arrays),
     )
+
+
+# Smaller constants are single numbers, and the partitioner's own tables, which have a
+# number for each device.
+_LEAST_ELEMENTS = 1024
+
+
+def constants_of(module: HloModule, tile: Tile) -> list[LiveArray]:
+    """The arrays whose numbers are part of a program, such as those that a step closes
+    over; without small ones. Each device holds them whole, as long as the program is
+    loaded.
+    """
+    constants = []
+    for instructions in module.computations.values():
+        for instruction in instructions.values():
+            if instruction.opcode != "constant":
+                continue
+            (buffer,) = arrays_in(instruction.result)
+            if math.prod(buffer.shape) < _LEAST_ELEMENTS:
+                continue
+            array = LiveArray(
+                buffer=buffer,
+                bytes=bytes_of(buffer, tile),
+                opcode=instruction.opcode,
+                op_name=instruction.op_name,
+                source=own_line(module.frames(instruction)),
+            )
+            constants.append(array)
+    return constants
 
 
 class _Peak(NamedTuple):
